@@ -191,7 +191,7 @@ __device__ __forceinline__ Spot find_spot(const Call &c, int64_t n, int64_t tile
 }
 
 /* Sequence b, from its first tile on. By the block. */
-__device__ __forceinline__ Spot find_sequence(const Serving &c, int64_t b, int64_t *joined) {
+template <class Call> __device__ __forceinline__ Spot find_sequence(const Call &c, int64_t b, int64_t *joined) {
     Spot spot = {};
     spot.batch = b;
     spot.rows = {0, c.p.seq_q};

@@ -24,8 +24,9 @@ namespace simt_backward {
 
 /* ---- rows ---- */
 
-__device__ inline bool sees_nothing(const fa::AttentionParams &f, int64_t b, int64_t h, int64_t i) {
-    const fa::KeyRange keys = fa::row_keys(f, i);
+/* Of a query that sees the keys [begin, end) but for bias and mask. */
+__device__ inline bool sees_nothing(const fa::AttentionParams &f, const fa::KeyRange &keys, int64_t b, int64_t h,
+                                    int64_t i) {
     float bias;
     for (int64_t j = keys.begin; j < keys.end; ++j)
         if (shown(f, b, h, i, j, &bias)) return false;
@@ -55,6 +56,18 @@ template <typename T> __device__ float delta_of(const fa::GradientParams &p, int
     return p.dlse.data ? sum - lse_of(p.dlse, b, h, i) : sum;
 }
 
+/* What work.rows holds of a query. */
+template <typename T>
+__device__ __forceinline__ float2 row_values(const fa::GradientParams &p, const fa::KeyRange &keys, int64_t b,
+                                             int64_t h, int64_t i) {
+    float2 row = make_float2(INFINITY, 0.0f);
+    if (!sees_nothing(p.forward, keys, b, h, i)) {
+        row = make_float2(fa::lse_of_weights(lse_of(p.lse, b, h, i)), delta_of<T>(p, b, h, i));
+        if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
+    }
+    return row;
+}
+
 /* Fills work.rows, a query a thread. */
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -65,12 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
         const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
-        float2 row = make_float2(INFINITY, 0.0f);
-        if (!sees_nothing(f, b, h, i)) {
-            row = make_float2(fa::lse_of_weights(lse_of(p.lse, b, h, i)), delta_of<T>(p, b, h, i));
-            if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
-        }
-        work.rows[n] = row;
+        work.rows[n] = row_values<T>(p, fa::row_keys(f, i), b, h, i);
     }
 }
 
@@ -104,6 +112,30 @@ __device__ __forceinline__ void write_rows(const fa::GradientParams &p, fa_grad 
 
 /* ---- dq: queries own ---- */
 
+/* dq of queries [first, end), up to a block of them, of a head whose rows of work.rows begin at `rows`; 0 from `end` on
+ * up to `room`. */
+template <typename T, Tile t, class Sight>
+__device__ __forceinline__ void own_queries(const fa::GradientParams &p, const Work &work, const Shared<t> &shared,
+                                            const Sight &sight, int64_t b, int64_t h, int64_t h_kv, int64_t first,
+                                            int64_t end, int64_t room, const float2 *rows) {
+    const fa::AttentionParams &f = p.forward;
+    __syncthreads();
+    shared.template load_queries<T>(p, sight, b, h, first, end, rows);
+    Sums<t> dq;
+    const fa::KeyRange keys = sight.place(f, first, end);
+    for (int64_t key0 = keys.begin; key0 < keys.end; key0 += t.block) {
+        __syncthreads();
+        shared.template load_keys<T>(p, b, h_kv, key0, sight.unseen(key0));
+        __syncthreads();
+        Pairs<t> pairs;
+        pair_weights<t, false, false>(p, work, shared, sight, b, h, first, key0, pairs);
+        dq.add(shared.weights, pairs.second, shared.keys);
+    }
+    __syncthreads();
+    write_rows<t>(p, FA_GRAD_Q, b, h, first, room, f.head_dim, work.scale, dq,
+                  [&](int row) { return shared.lse[row] == INFINITY; });
+}
+
 template <typename T, class C>
 __global__ void __launch_bounds__(kThreads, 1)
     queries_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
@@ -117,25 +149,42 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int64_t head = n / tiles, pair = work.first_pair + head / work.group, first = n % tiles * t.block;
         const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv, h = h_kv * work.group + head % work.group;
         const int64_t end = first + t.block < f.seq_q ? first + t.block : f.seq_q;
-        __syncthreads();
-        shared.template load_queries<T>(p, b, h, first, end, work.rows + head * f.seq_q);
-        Sums<t> dq;
-        const fa::KeyRange keys = fa::tile_keys(f, first, end);
-        for (int64_t key0 = keys.begin; key0 < keys.end; key0 += t.block) {
-            __syncthreads();
-            shared.template load_keys<T>(p, b, h_kv, key0);
-            __syncthreads();
-            Pairs<t> pairs;
-            pair_weights<t, false, false>(p, work, shared, b, h, first, key0, pairs);
-            dq.add(shared.weights, pairs.second, shared.keys);
-        }
-        __syncthreads();
-        write_rows<t>(p, FA_GRAD_Q, b, h, first, end, f.head_dim, work.scale, dq,
-                      [&](int row) { return shared.lse[row] == INFINITY; });
+        own_queries<T, t>(p, work, shared, BandSight(), b, h, h_kv, first, end, end, work.rows + head * f.seq_q);
     }
 }
 
 /* ---- dk, dv: keys own ---- */
+
+/* dk and dv of keys [first, room), up to a block of them, of a kv head; the rows of work.rows of its first query head
+ * begin at `rows`, those of the next `stride` further. */
+template <typename T, Tile t, class Sight>
+__device__ __forceinline__ void own_keys(const fa::GradientParams &p, const Work &work, const Shared<t> &shared,
+                                         const Sight &sight, int64_t b, int64_t h_kv, int64_t first, int64_t room,
+                                         const float2 *rows, int64_t stride) {
+    const fa::AttentionParams &f = p.forward;
+    const bool wants_k = p.wants >> FA_GRAD_K & 1, wants_v = p.wants >> FA_GRAD_V & 1;
+    const fa::KeyRange seen = {first > f.key_begin ? first : f.key_begin,
+                               first + t.block < f.key_end ? first + t.block : f.key_end};
+    const fa::KeyRange queries = sight.queries(f, seen);
+    __syncthreads();
+    shared.template load_keys<T>(p, b, h_kv, first);
+    Sums<t> dk, dv;
+    for (int64_t g = 0; g < work.group; ++g)
+        for (int64_t query0 = queries.begin; query0 < queries.end; query0 += t.block) {
+            __syncthreads();
+            if (!sight.meets(f, query0, queries.end, seen)) continue;
+            shared.template load_queries<T>(p, sight, b, h_kv * work.group + g, query0, queries.end, rows + g * stride);
+            __syncthreads();
+            Pairs<t> pairs;
+            pair_weights<t, true, false>(p, work, shared, sight, b, h_kv * work.group + g, query0, first, pairs);
+            if (wants_k) dk.add(shared.weights, pairs.second, shared.queries);
+            if (wants_k && wants_v) __syncthreads();
+            if (wants_v) dv.add(shared.weights, pairs.first, shared.douts);
+        }
+    const auto hidden = [&](int row) { return first + row < f.key_begin || first + row >= f.key_end; };
+    if (wants_k) write_rows<t>(p, FA_GRAD_K, b, h_kv, first, room, f.head_dim, work.scale, dk, hidden);
+    if (wants_v) write_rows<t>(p, FA_GRAD_V, b, h_kv, first, room, f.head_dim_v, 1.0f, dv, hidden);
+}
 
 template <typename T, class C>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -145,33 +194,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory), work);
     const fa::AttentionParams &f = p.forward;
-    const bool wants_k = p.wants >> FA_GRAD_K & 1, wants_v = p.wants >> FA_GRAD_V & 1;
     const int64_t tiles = (f.seq_k + t.block - 1) / t.block;
     for (int64_t n = blockIdx.x; n < work.pairs * tiles; n += gridDim.x) {
         const int64_t local = n / tiles, pair = work.first_pair + local, first = n % tiles * t.block;
         const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv;
-        const fa::KeyRange seen = {first > f.key_begin ? first : f.key_begin,
-                                   first + t.block < f.key_end ? first + t.block : f.key_end};
-        const fa::KeyRange rows = fa::tile_queries(f, seen);
-        __syncthreads();
-        shared.template load_keys<T>(p, b, h_kv, first);
-        Sums<t> dk, dv;
-        for (int64_t g = 0; g < work.group; ++g)
-            for (int64_t query0 = rows.begin; query0 < rows.end; query0 += t.block) {
-                __syncthreads();
-                shared.template load_queries<T>(p, b, h_kv * work.group + g, query0, rows.end,
-                                                work.rows + (local * work.group + g) * f.seq_q);
-                __syncthreads();
-                Pairs<t> pairs;
-                pair_weights<t, true, false>(p, work, shared, b, h_kv * work.group + g, query0, first, pairs);
-                if (wants_k) dk.add(shared.weights, pairs.second, shared.queries);
-                if (wants_k && wants_v) __syncthreads();
-                if (wants_v) dv.add(shared.weights, pairs.first, shared.douts);
-            }
-        const auto hidden = [&](int row) { return first + row < f.key_begin || first + row >= f.key_end; };
-        const int64_t end = f.seq_k;
-        if (wants_k) write_rows<t>(p, FA_GRAD_K, b, h_kv, first, end, f.head_dim, work.scale, dk, hidden);
-        if (wants_v) write_rows<t>(p, FA_GRAD_V, b, h_kv, first, end, f.head_dim_v, 1.0f, dv, hidden);
+        own_keys<T, t>(p, work, shared, BandSight(), b, h_kv, first, f.seq_k, work.rows + local * work.group * f.seq_q,
+                       f.seq_q);
     }
 }
 
@@ -218,14 +246,33 @@ __device__ __forceinline__ void write_bias(const fa::GradientParams &p, float *w
     }
 }
 
-template <typename T, class C>
-__global__ void __launch_bounds__(kThreads, 1)
-    bias_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
-    FA_CHAOS_BEGIN();
-    constexpr Tile t = C::tile;
+/* Adds dS of the pairs of queries and keys from query0 and key0 on, of a head whose rows of work.rows begin at `rows`.
+ */
+template <typename T, Tile t, class Sight>
+__device__ __forceinline__ void add_bias(const fa::GradientParams &p, const Work &work, const Shared<t> &shared,
+                                         const Sight &sight, int64_t b, int64_t h, int64_t query0, int64_t key0,
+                                         const float2 *rows, float (&sums)[Pairs<t>::R][Pairs<t>::R]) {
     constexpr int R = Pairs<t>::R;
-    extern __shared__ float4 memory[];
-    const Shared<t> shared(reinterpret_cast<float *>(memory), work);
+    const fa::AttentionParams &f = p.forward;
+    const int64_t end = query0 + t.block < f.seq_q ? query0 + t.block : f.seq_q;
+    const fa::KeyRange keys = sight.place(f, query0, end);
+    if (keys.begin >= key0 + t.block || keys.end <= key0) return;
+    __syncthreads();
+    shared.template load_queries<T>(p, sight, b, h, query0, end, rows);
+    shared.template load_keys<T>(p, b, h / work.group, key0);
+    __syncthreads();
+    Pairs<t> pairs;
+    pair_weights<t, false, true>(p, work, shared, sight, b, h, query0, key0, pairs);
+#pragma unroll
+    for (int i = 0; i < R; ++i)
+#pragma unroll
+        for (int j = 0; j < R; ++j) sums[i][j] += pairs.second[i][j];
+}
+
+/* Writes dbias, whose elements of a batch entry `add(b, heads, rows, keys, sums)` adds up in a tile. */
+template <Tile t, class Add>
+__device__ __forceinline__ void own_biases(const fa::GradientParams &p, const Shared<t> &shared, Add add) {
+    constexpr int R = Pairs<t>::R;
     const fa::AttentionParams &f = p.forward;
     const auto tiles_of = [&](int axis, int64_t extent, int64_t step) {
         return p.bias_sums >> axis & 1 ? int64_t(1) : (extent + step - 1) / step;
@@ -238,30 +285,46 @@ __global__ void __launch_bounds__(kThreads, 1)
         const Span of_batch = span_of(p, 0, own_batch, 1, f.batch), of_head = span_of(p, 1, own_head, 1, f.heads);
         const Span of_row = span_of(p, 2, own_row, t.block, f.seq_q), of_key = span_of(p, 3, own_key, t.block, f.seq_k);
         float sums[R][R] = {};
-        for (int64_t b = of_batch.begin; b < of_batch.end; ++b)
-            for (int64_t h = of_head.begin; h < of_head.end; ++h)
-                for (int64_t query0 = of_row.begin; query0 < of_row.end; query0 += t.block)
-                    for (int64_t key0 = of_key.begin; key0 < of_key.end; key0 += t.block) {
-                        const int64_t end = query0 + t.block < f.seq_q ? query0 + t.block : f.seq_q;
-                        const fa::KeyRange keys = fa::tile_keys(f, query0, end);
-                        if (keys.begin >= key0 + t.block || keys.end <= key0) continue;
-                        __syncthreads();
-                        shared.template load_queries<T>(p, b, h, query0, end, work.rows + (b * f.heads + h) * f.seq_q);
-                        shared.template load_keys<T>(p, b, h / work.group, key0);
-                        __syncthreads();
-                        Pairs<t> pairs;
-                        pair_weights<t, false, true>(p, work, shared, b, h, query0, key0, pairs);
-#pragma unroll
-                        for (int i = 0; i < R; ++i)
-#pragma unroll
-                            for (int j = 0; j < R; ++j) sums[i][j] += pairs.second[i][j];
-                    }
+        for (int64_t b = of_batch.begin; b < of_batch.end; ++b) add(b, of_head, of_row, of_key, sums);
         __syncthreads();
         write_bias<t>(p, shared.weights, sums, own_batch, own_head, own_row, own_key);
     }
 }
 
+template <typename T, class C>
+__global__ void __launch_bounds__(kThreads, 1)
+    bias_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    constexpr Tile t = C::tile;
+    extern __shared__ float4 memory[];
+    const Shared<t> shared(reinterpret_cast<float *>(memory), work);
+    const fa::AttentionParams &f = p.forward;
+    own_biases<t>(p, shared, [&](int64_t b, const Span &heads, const Span &rows, const Span &keys, auto &sums) {
+        for (int64_t h = heads.begin; h < heads.end; ++h)
+            for (int64_t query0 = rows.begin; query0 < rows.end; query0 += t.block)
+                for (int64_t key0 = keys.begin; key0 < keys.end; key0 += t.block)
+                    add_bias<T, t>(p, work, shared, BandSight(), b, h, query0, key0,
+                                   work.rows + (b * f.heads + h) * f.seq_q, sums);
+    });
+}
+
 /* ---- dsinks: a head a thread block ---- */
+
+__device__ __forceinline__ float sink_of(const fa::AttentionParams &f, int64_t h) {
+    return fa::bounded(fa::load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
+}
+
+/* Writes dsinks of a head, the sum of what the threads have. By the block. */
+__device__ __forceinline__ void write_sink(const fa::GradientParams &p, int64_t h, double sum, double *parts) {
+    __syncthreads();
+    parts[threadIdx.x] = sum;
+    for (int half = kThreads / 2; half; half /= 2) {
+        __syncthreads();
+        if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0)
+        fa::write_gradient(p, FA_GRAD_SINKS, h * p.grad[FA_GRAD_SINKS].stride[0], static_cast<float>(parts[0]));
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constant__ fa::GradientParams p) {
@@ -269,23 +332,16 @@ __global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constan
     __shared__ double parts[kThreads];
     const fa::AttentionParams &f = p.forward;
     for (int64_t h = blockIdx.x; h < f.heads; h += gridDim.x) {
-        const float sink = fa::bounded(fa::load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
+        const float sink = sink_of(f, h);
         double sum = 0;
         for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += kThreads) {
             const int64_t b = n / f.seq_q, i = n % f.seq_q;
-            if (sees_nothing(f, b, h, i)) // the sink has all the weight
+            if (sees_nothing(f, fa::row_keys(f, i), b, h, i)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             else
                 sum -= fa::sink_weight(sink, lse_of(p.lse, b, h, i)) * delta_of<T>(p, b, h, i);
         }
-        __syncthreads();
-        parts[threadIdx.x] = sum;
-        for (int half = kThreads / 2; half; half /= 2) {
-            __syncthreads();
-            if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
-        }
-        if (threadIdx.x == 0)
-            fa::write_gradient(p, FA_GRAD_SINKS, h * p.grad[FA_GRAD_SINKS].stride[0], static_cast<float>(parts[0]));
+        write_sink(p, h, sum, parts);
     }
 }
 

@@ -1,7 +1,8 @@
 /* simt_backward: its tiles, and the plan of a launch as the host's file makes it and instances read it. */
 #pragma once
 #include "common/launch.cuh" // fa_own
-#include "simt/backward.cuh" // Tile
+#include "philox.h"          // fa_dropout_scale
+#include "simt/backward.cuh" // Tile, Work
 
 namespace simt_backward {
 
@@ -15,11 +16,45 @@ constexpr Tile kTiles[] = {
 };
 constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 
+/* Shared memory that kernels of sequences have beside a tile's. */
+constexpr size_t kSequenceBytes = 3072;
+
 /* The plan's own part. */
 struct Own {
-    int tile;      // of kTiles
-    int64_t pairs; // batch entries times kv heads whose rows the workspace holds
+    int tile;       // of kTiles
+    bool sequences; // instances for them
+    int64_t pairs;  // batch entries times kv heads whose rows the workspace holds; with sequences kv heads
 };
+
+/* Rows of a head that the workspace holds of sequences. */
+inline int64_t stored_rows(const fa_problem &problem) {
+    const fa_forward &f = problem.backward.forward;
+    return problem.sequences.packed_q ? f.seq_q : f.batch * f.seq_q;
+}
+
+/* Without pairs. */
+inline Work work_of(const fa_problem &problem, const fa_launch &launch) {
+    const fa_forward &f = problem.backward.forward;
+    return {.score = fa::score_params(f),
+            .scale = static_cast<float>(f.scale),
+            .softcap = static_cast<float>(f.softcap),
+            .rows = static_cast<float2 *>(launch.workspace),
+            .first_pair = 0,
+            .pairs = 0,
+            .group = f.heads_kv ? f.heads / f.heads_kv : 1,
+            .alibi = f.alibi,
+            .dropout = f.dropout,
+            .kept = static_cast<float>(fa_dropout_scale(&f.dropout))};
+}
+
+/* Tiles of dbias' own elements. */
+inline int64_t bias_tiles(const fa::GradientParams &p, int64_t block) {
+    const fa::AttentionParams &f = p.forward;
+    const int64_t lengths[4] = {f.batch, f.heads, (f.seq_q + block - 1) / block, (f.seq_k + block - 1) / block};
+    int64_t count = 1;
+    for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
+    return count;
+}
 
 /* Launches the instance of a dtype. */
 using Launch = fa_code(const fa_problem &, const fa_plan &, const fa_launch &);

@@ -1,5 +1,4 @@
 /* Instances of simt_backward: the kernels of one dtype. */
-#include "philox.h" // fa_dropout_scale
 #include "simt/backward_config.cuh"
 
 namespace simt_backward {
@@ -28,15 +27,6 @@ fa_code launch_pairs(const fa::GradientParams &p, const Work &work, const fa_pla
     return FA_OK;
 }
 
-template <typename T, class C>
-fa_code launch_bias(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
-    const fa::AttentionParams &f = p.forward;
-    const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, C::tile.block), tiles(f.seq_k, C::tile.block)};
-    int64_t count = 1;
-    for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
-    return start(bias_kernel<T, C>, count, plan.smem_bytes, launch, p, work);
-}
-
 template <typename T, int kIndex>
 fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
     if constexpr (kIndex < kTileCount) {
@@ -45,21 +35,14 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         const fa_forward &f = problem.backward.forward;
         const fa::GradientParams p = fa::gradient_params(problem.backward);
         const int64_t all = f.batch * f.heads_kv;
-        Work work = {.score = fa::score_params(f),
-                     .scale = static_cast<float>(f.scale),
-                     .softcap = static_cast<float>(f.softcap),
-                     .rows = static_cast<float2 *>(launch.workspace),
-                     .first_pair = 0,
-                     .pairs = 0,
-                     .group = f.heads_kv ? f.heads / f.heads_kv : 1,
-                     .alibi = problem.forward.alibi,
-                     .dropout = problem.forward.dropout,
-                     .kept = static_cast<float>(fa_dropout_scale(&problem.forward.dropout))};
+        Work work = work_of(problem, launch);
         for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
             work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
             FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
         }
-        if (p.wants >> FA_GRAD_BIAS & 1) FA_TRY((launch_bias<T, Config<kIndex>>(p, work, plan, launch)));
+        if (p.wants >> FA_GRAD_BIAS & 1)
+            FA_TRY(start(bias_kernel<T, Config<kIndex>>, bias_tiles(p, Config<kIndex>::tile.block), plan.smem_bytes,
+                         launch, p, work));
         if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p));
     }
     return FA_OK;
@@ -67,7 +50,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
 
 } // namespace
 
-#define FA_DEFINE(name, T)                                                                                             \
+#define FA_DEFINE(name, sequences, T)                                                                                  \
     extern "C" Launch name;                                                                                            \
     fa_code name(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {                            \
         return launch_tile<T, 0>(problem, plan, launch);                                                               \

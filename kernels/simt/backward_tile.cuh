@@ -8,7 +8,7 @@
 
 #include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // to_float
-#include "common/mask.cuh"    // key_band
+#include "common/mask.cuh"    // key_band, tile_keys, tile_queries
 #include "common/params.cuh"  // AttentionParams, GradientParams
 #include "common/ptx.cuh"     // exp2_fast
 #include "common/rows.cuh"    // row_of, bias_row, mask_row
@@ -52,8 +52,38 @@ __device__ __forceinline__ bool shown(const fa::AttentionParams &f, int64_t b, i
     return *bias != -INFINITY;
 }
 
+/* How the queries of a dense call see its keys: by its diagonal. A tile's queries are placed before they are used. */
+struct BandSight {
+    static constexpr bool kEmpties = false; // whether without bias and mask, too, a placed query may see no key
+
+    /* Places queries [first, end), of which there are some. Returns what keys they see. By the block. */
+    __device__ __forceinline__ fa::KeyRange place(const fa::AttentionParams &f, int64_t first, int64_t end) const {
+        return fa::tile_keys(f, first, end);
+    }
+    /* Places queries of those from tile_queries(), up to a block of them. Whether they see any of the keys. */
+    __device__ __forceinline__ bool meets(const fa::AttentionParams &, int64_t, int64_t, const fa::KeyRange &) const {
+        return true;
+    }
+    /* Queries that may see some of the keys. */
+    __device__ __forceinline__ fa::KeyRange queries(const fa::AttentionParams &f, const fa::KeyRange &keys) const {
+        return fa::tile_queries(f, keys);
+    }
+    /* Keys from key0 on that none of the queries sees, though they lie between those that some see: see load_tile(). */
+    __device__ __forceinline__ const float2 *unseen(int64_t) const { return nullptr; }
+    /* Says which pairs of placed queries, from query0, and keys, from key0, see each other. */
+    __device__ __forceinline__ fa::KeyBand band(const fa::AttentionParams &f, int64_t query0, int64_t key0) const {
+        return fa::key_band(f, query0, key0);
+    }
+    /* How far a key is from where the query stands. */
+    __device__ __forceinline__ int64_t distance(const fa::AttentionParams &f, int64_t query0, int64_t key0, int query,
+                                                int key) const {
+        return key0 + key - (query0 + query + f.diagonal);
+    }
+};
+
 /* Rows [first, first + block) of an operand to shared memory; 0 from `end` on and before `begin`, beyond `length`,
- * where the operand is absent and, with `rows`, at queries that see no key: 0 times what they hold may be NaN. */
+ * where the operand is absent and, with `rows`, where rows[].x is INFINITY, as of queries that see no key: 0 times what
+ * they hold may be NaN. */
 template <typename T, Tile t>
 __device__ __forceinline__ void load_tile(float *smem, const fa_operand &x, int64_t b, int64_t h, int64_t first,
                                           int64_t begin, int64_t end, int length, const float2 *rows) {
@@ -87,11 +117,11 @@ template <Tile t> struct Shared {
     }
 
     /* Queries [first, first + block) below `end` of a head whose rows of work.rows begin at `rows`. */
-    template <typename T>
-    __device__ void load_queries(const fa::GradientParams &p, int64_t b, int64_t h, int64_t first, int64_t end,
-                                 const float2 *rows) const {
+    template <typename T, class Sight>
+    __device__ void load_queries(const fa::GradientParams &p, const Sight &sight, int64_t b, int64_t h, int64_t first,
+                                 int64_t end, const float2 *rows) const {
         const fa::AttentionParams &f = p.forward;
-        const float2 *empties = f.mask.data || f.bias.data ? rows + first : nullptr;
+        const float2 *empties = Sight::kEmpties || f.mask.data || f.bias.data ? rows + first : nullptr;
         load_tile<T, t>(queries, f.q, b, h, first, 0, end, f.head_dim, empties);
         load_tile<T, t>(douts, p.dout, b, h, first, 0, end, f.head_dim_v, empties);
         for (int n = threadIdx.x; n < t.block; n += kThreads) {
@@ -100,12 +130,13 @@ template <Tile t> struct Shared {
         }
     }
 
-    /* Keys [first, first + block); those that no query of the call sees are 0. */
+    /* Keys [first, first + block); those that no query of the call sees are 0, as those `unseen`. */
     template <typename T>
-    __device__ void load_keys(const fa::GradientParams &p, int64_t b, int64_t h_kv, int64_t first) const {
+    __device__ void load_keys(const fa::GradientParams &p, int64_t b, int64_t h_kv, int64_t first,
+                              const float2 *unseen = nullptr) const {
         const fa::AttentionParams &f = p.forward;
-        load_tile<T, t>(keys, f.k, b, h_kv, first, f.key_begin, f.key_end, f.head_dim, nullptr);
-        load_tile<T, t>(values, f.v, b, h_kv, first, f.key_begin, f.key_end, f.head_dim_v, nullptr);
+        load_tile<T, t>(keys, f.k, b, h_kv, first, f.key_begin, f.key_end, f.head_dim, unseen);
+        load_tile<T, t>(values, f.v, b, h_kv, first, f.key_begin, f.key_end, f.head_dim_v, unseen);
     }
 };
 
@@ -191,9 +222,10 @@ __device__ __noinline__ uint32_t kept_pairs(const fa_dropout &dropout, int64_t b
 /* S and dP of a tile of pairs, and of them P with dropout's factor in `first` and dT (or dS with kDs) in `second`; both
  * 0 where the query does not see the key. kKeysOwn: rows of the thread grid are keys, columns queries; else the
  * reverse. */
-template <Tile t, bool kKeysOwn, bool kDs>
+template <Tile t, bool kKeysOwn, bool kDs, class Sight>
 __device__ __forceinline__ void pair_weights(const fa::GradientParams &p, const Work &work, const Shared<t> &shared,
-                                             int64_t b, int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
+                                             const Sight &sight, int64_t b, int64_t h, int64_t query0, int64_t key0,
+                                             Pairs<t> &pairs) {
     const fa::AttentionParams &f = p.forward;
     const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
     product<t>(kKeysOwn ? shared.keys : shared.queries, kKeysOwn ? shared.queries : shared.keys, f.head_dim,
@@ -201,7 +233,7 @@ __device__ __forceinline__ void pair_weights(const fa::GradientParams &p, const 
     if (!kKeysOwn || (p.wants >> FA_GRAD_K & 1)) // P alone makes dv
         product<t>(kKeysOwn ? shared.values : shared.douts, kKeysOwn ? shared.douts : shared.values, f.head_dim_v,
                    pairs.second);
-    const fa::KeyBand band = fa::key_band(f, query0, key0);
+    const auto band = sight.band(f, query0, key0);
     const float alibi = fa::slope_of(work.alibi, b, h);
     const bool biased = f.bias.data || alibi != 0;
     const uint32_t kept = work.dropout.threshold ? kept_pairs<t, kKeysOwn>(*shared.dropout, b, h, query0, key0) : ~0u;
@@ -215,7 +247,7 @@ __device__ __forceinline__ void pair_weights(const fa::GradientParams &p, const 
             if (query0 + query < f.seq_q && band.sees(query, key) &&
                 shown(f, b, h, query0 + query, key0 + key, &bias)) {
                 if (alibi != 0) {
-                    const int64_t distance = key0 + key - (query0 + query + f.diagonal);
+                    const int64_t distance = sight.distance(f, query0, key0, query, key);
                     bias = fa::with_alibi(bias, alibi, static_cast<float>(distance));
                 }
                 weight = weight_of(work, pairs.first[i][j], bias, biased, shared.lse[query], &slope);

@@ -15,8 +15,10 @@
  * they do not fit.
  *
  * @instances backward_instance.cu
- * @instance {f16,bf16,f32} {1:__half,__nv_bfloat16,float}
- * @core f32
+ * @instance {f16,bf16,f32} false {1:__half,__nv_bfloat16,float}
+ * @instances backward_serve_instance.cu
+ * @instance serve_{f16,bf16,f32} true {1:__half,__nv_bfloat16,float}
+ * @core (serve_)?f32
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own
@@ -30,29 +32,32 @@ FA_INSTANCES(FA_DECLARE_INSTANCE)
 namespace {
 
 struct Instance {
+    bool sequences;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
-#define FA_ENTRY(name, T) {fa::kDtypeOf<T>, name},
+#define FA_ENTRY(name, sequences, T) {sequences, fa::kDtypeOf<T>, name},
 const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
 /* NULL: it is left out. */
-const Instance *instance_for(fa_dtype dtype) {
+const Instance *instance_for(bool sequences, fa_dtype dtype) {
     for (const Instance &i : kInstances)
-        if (i.launch && i.dtype == dtype) return &i;
+        if (i.launch && i.sequences == sequences && i.dtype == dtype) return &i;
     return nullptr;
 }
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    if (!instance_for(f.dtype)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    const bool sequences = problem->sequences.given;
+    if (!instance_for(sequences, f.dtype)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
     Own &own = fa_own<Own>(plan);
     size_t least = SIZE_MAX;
     own.tile = -1;
+    own.sequences = sequences;
     for (int i = 0; i < kTileCount; ++i) {
-        const size_t bytes = kTiles[i].smem_bytes();
+        const size_t bytes = kTiles[i].smem_bytes() + (sequences ? kSequenceBytes : 0);
         if (kTiles[i].dim < head_dim) continue;
         if (bytes < least) least = bytes;
         if (own.tile < 0 && bytes <= device->smem_per_block) own.tile = i;
@@ -60,15 +65,15 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     if (own.tile < 0)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, int64_t(least), int64_t(device->smem_per_block), 0);
 
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
-    const double pair_bytes = 8.0 * double(group) * double(f.seq_q),
-                 fits = double(device->workspace_limit) / pair_bytes;
-    const bool rows_wanted = p.wants & ~(1u << FA_GRAD_SINKS);
+    const int64_t all = sequences ? f.heads_kv : f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    const int64_t rows = sequences ? stored_rows(*problem) : f.seq_q;
+    const double pair_bytes = 8.0 * double(group) * double(rows), fits = double(device->workspace_limit) / pair_bytes;
+    const bool rows_wanted = sequences || (p.wants & ~(1u << FA_GRAD_SINKS));
     const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
-    own.pairs = !rows_wanted ? 0 : f.seq_q == 0 || double(all) <= fits ? all : int64_t(fits);
+    own.pairs = !rows_wanted ? 0 : rows == 0 || double(all) <= fits ? all : int64_t(fits);
     if (rows_wanted && all && (own.pairs == 0 || (at_once && own.pairs < all)))
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
-    plan->workspace_bytes = size_t(own.pairs * group * f.seq_q) * sizeof(float2);
+    plan->workspace_bytes = size_t(own.pairs * group * rows) * sizeof(float2);
     plan->threads = kThreads;
     plan->blocks = all * ((f.seq_k + kTiles[own.tile].block - 1) / kTiles[own.tile].block);
     plan->smem_bytes = kTiles[own.tile].smem_bytes();
@@ -77,7 +82,8 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    return instance_for(problem->backward.forward.dtype)->launch(*problem, *plan, *launch);
+    const Instance *instance = instance_for(fa_own<Own>(plan).sequences, problem->backward.forward.dtype);
+    return instance->launch(*problem, *plan, *launch);
 }
 
 } // namespace
@@ -94,7 +100,7 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .dtypes = fa::kFloatBits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS,
     .plan = simt_backward::plan,
     .launch = simt_backward::launch,
 };
