@@ -4,7 +4,8 @@ The set core leaves out instances whose calls others take: head_dim 96 and 192, 
 with masks, and all of mma_sm80, whose wider ones take 1.3 times as long); full masks in the backward from head_dim 192 on,
 for which the masked kind serves; softcap in float16, as models that have one are trained in bfloat16; kGeneral of
 mma_backward_sm80 but at head_dim 64 and 128, where kExtended takes 1.05 to 1.12 times as long with a bias, a mask or softcap;
-float16 and bfloat16 of simt and simt_backward, whose calls mma_sm80 and mma_backward_sm80 take.
+float16 and bfloat16 of simt and simt_backward, whose calls mma_sm80 and mma_backward_sm80 take, but for gradients of sequences
+with positions.
 
 Imports nothing of ``fa_ext``, so that it runs before anything is built.
 """

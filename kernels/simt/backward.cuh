@@ -56,7 +56,7 @@ template <typename T> __device__ float delta_of(const fa::GradientParams &p, int
     return p.dlse.data ? sum - lse_of(p.dlse, b, h, i) : sum;
 }
 
-/* What work.rows holds of a query. */
+/* A query's element of work.rows. */
 template <typename T>
 __device__ __forceinline__ float2 row_values(const fa::GradientParams &p, const fa::KeyRange &keys, int64_t b,
                                              int64_t h, int64_t i) {

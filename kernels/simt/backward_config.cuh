@@ -1,6 +1,7 @@
 /* simt_backward: its tiles, and the plan of a launch as the host's file makes it and instances read it. */
 #pragma once
 #include "common/launch.cuh" // fa_own
+#include "common/spot.cuh"   // tiles_of_packed
 #include "philox.h"          // fa_dropout_scale
 #include "simt/backward.cuh" // Tile, Work
 
@@ -30,6 +31,22 @@ struct Own {
 inline int64_t stored_rows(const fa_problem &problem) {
     const fa_forward &f = problem.backward.forward;
     return problem.sequences.packed_q ? f.seq_q : f.batch * f.seq_q;
+}
+
+/* Tiles of q, or of k and v: of all sequences, and of each where the rows of a sequence are known without starts; one,
+ * too, of no rows, which counts what is bad. */
+struct Tiles {
+    int64_t count, each;
+};
+inline Tiles tiles_of(const fa_lengths &lengths, int64_t batch, bool one_row_each, int64_t rows, int64_t block) {
+    const int64_t some = (rows + block - 1) / block, each = one_row_each || some < 1 ? 1 : some;
+    return {lengths.starts ? fa::tiles_of_packed(rows, batch, 1, block) : batch * each, each};
+}
+template <class Forward> Tiles tiles_of_queries(const fa_sequences &s, const Forward &f, int64_t block) {
+    return tiles_of(s.q, f.batch, s.packed_q, f.seq_q, block);
+}
+template <class Forward> Tiles tiles_of_keys(const fa_sequences &s, const Forward &f, int64_t block) {
+    return tiles_of(s.k, f.batch, false, f.seq_k, block);
 }
 
 /* Without pairs. */

@@ -7,12 +7,13 @@
  * them, so that positions are read once. Rows of no sequence belong to the tiles of the sequence before them. */
 #pragma once
 
-#include "common/spot.cuh"   // Side, Spot, find_spot, find_sequence, entry_keys
-#include "simt/backward.cuh" // own_queries, own_keys, add_bias
+#include "common/spot.cuh"          // Side, Spot, find_spot, find_sequence, entry_keys
+#include "simt/backward.cuh"        // own_queries, own_keys, add_bias
+#include "simt/backward_config.cuh" // Tiles
 
 namespace simt_backward {
 
-/* Rows of a head that rows_kernel takes at a time. */
+/* Rows of a head that serve_rows_kernel takes at a time. */
 constexpr int kRowTile = 64;
 
 /* A call by value. A pair of Work is a kv head. */
@@ -21,11 +22,6 @@ struct SequenceCall {
     fa_sequences s;
     fa_fault_board *faults;
     int64_t rows; // of a head in work.rows: as many as q stores
-};
-
-/* Tiles of q, or of k and v: of all sequences, and of each where the rows of a sequence are known without starts. */
-struct Tiles {
-    int64_t count, each;
 };
 
 /* Of find_spot(). */

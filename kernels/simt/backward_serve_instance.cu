@@ -1,5 +1,4 @@
 /* Instances of simt_backward for sequences: the kernels of one dtype. */
-#include "philox.h" // fa_dropout_scale
 #include "simt/backward_config.cuh"
 #include "simt/backward_serve.cuh"
 
@@ -8,21 +7,13 @@ namespace {
 
 template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
-/* Tiles of a side. */
-Tiles tiles_of(const fa_lengths &lengths, int64_t batch, bool one_row_each, int64_t rows, int64_t block) {
-    const int64_t some = (rows + block - 1) / block;
-    const int64_t each = one_row_each || some < 1 ? 1 : some; // one, too, of no rows: it counts what is bad
-    return {lengths.starts ? fa::tiles_of_packed(rows, batch, 1, block) : batch * each, each};
-}
-
 /* Everything that works on the rows of work.pairs. */
 template <typename T, class C>
 fa_code launch_pairs(const SequenceCall &c, const Work &work, const fa_plan &plan, const fa_launch &launch) {
     const fa::AttentionParams &f = c.p.forward;
     const int64_t block = C::tile.block, heads = work.pairs * work.group;
-    const Tiles rows = tiles_of(c.s.q, f.batch, c.s.packed_q, f.seq_q, kRowTile);
-    const Tiles queries = tiles_of(c.s.q, f.batch, c.s.packed_q, f.seq_q, block);
-    const Tiles keys = tiles_of(c.s.k, f.batch, false, f.seq_k, block);
+    const Tiles rows = tiles_of_queries(c.s, f, kRowTile), queries = tiles_of_queries(c.s, f, block);
+    const Tiles keys = tiles_of_keys(c.s, f, block);
     FA_TRY(fa_start(serve_rows_kernel<T>, work.pairs * rows.count, kThreads, 0, launch, c, work, rows));
     if (c.p.wants >> FA_GRAD_Q & 1)
         FA_TRY(fa_start(serve_queries_kernel<T, C>, heads * queries.count, kThreads, plan.smem_bytes, launch, c, work,
@@ -59,7 +50,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
 
 } // namespace
 
-#define FA_DEFINE(name, serve, T)                                                                                      \
+#define FA_DEFINE(name, sequences, T)                                                                                  \
     extern "C" Launch name;                                                                                            \
     fa_code name(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {                            \
         return launch_tile<T, 0>(problem, plan, launch);                                                               \

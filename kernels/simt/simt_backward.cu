@@ -11,8 +11,10 @@
  *
  * Whole dense surface: float16, bfloat16, float32; any strides; GQA, causal, window, softcap, bias, boolean mask,
  * ALiBi, dropout, sinks, gradients of bias and sinks and through the LSE, accumulation; head_dim and head_dim_v 1..256
- * apart; zero sizes. Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where
- * they do not fit.
+ * apart; zero sizes. Sequences, packed or padded, with ranges of keys and positions, have instances of their own, whose
+ * tiles belong to one sequence each: a sequence has the bits of its dense call (simt/backward_serve.cuh).
+ * Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where they do not fit. With
+ * positions keys look at all queries of their sequence, tile by tile.
  *
  * @instances backward_instance.cu
  * @instance {f16,bf16,f32} false {1:__half,__nv_bfloat16,float}
@@ -75,7 +77,9 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = size_t(own.pairs * group * rows) * sizeof(float2);
     plan->threads = kThreads;
-    plan->blocks = all * ((f.seq_k + kTiles[own.tile].block - 1) / kTiles[own.tile].block);
+    const int64_t block = kTiles[own.tile].block;
+    plan->blocks =
+        all * (sequences ? tiles_of_keys(problem->sequences, f, block).count : (f.seq_k + block - 1) / block);
     plan->smem_bytes = kTiles[own.tile].smem_bytes();
     plan->keep = true;
     return FA_TAKES;

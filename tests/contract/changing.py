@@ -22,7 +22,7 @@ from bench.problems.placement import BFLOAT16
 from bench.problems.serving_cases import append_call
 from bench.problems.stored import INT_MAX, INT_MIN
 from tests import emulator
-from tests.contract import runner
+from tests.contract import gradients, runner
 from tests.emulator.emulated import on_the_cpu
 
 #: Arguments whose contents say where something lies.
@@ -41,6 +41,12 @@ FORWARD = {
     "many keys": Case.sequences((4, 1), (1500, 1100), head_dim=64, causal="bottom_right"),
     "many sequences": Case.sequences((1, 3) * 300, (5, 20) * 300, 2, 1, 64, k="packed", causal="bottom_right"),
 }  # fmt: skip
+_TRAINED = dict(n_q=(1, 40, 0, 17, 3), n_k=(70, 97, 40, 64, 30), head_dim=64, causal="bottom_right", operation="backward", dlse=True)
+BACKWARD = {
+    "packed": Case.sequences(**_TRAINED, k="packed", window=(30, 5), sinks=True),
+    "padded": Case.sequences(**_TRAINED, q="padded", k="padded", layout="bhsd", k_range=True),
+    "positions": Case.sequences(**_TRAINED, k="packed", positions="shifted", window=(50, 0)),
+}
 
 
 def append_calls(dtype: str) -> dict[str, dict]:
@@ -63,6 +69,11 @@ def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
     for dtype in dtypes:
         if runner.listed_name(kernel).endswith("append"):
             yield from ((f"{name}, {dtype}", fa_ext.append, call) for name, call in append_calls(dtype).items())
+            continue
+        if runner.listed_name(kernel).endswith("backward"):
+            for name, case in BACKWARD.items():
+                if gradients.takes_sequences(kernel, case.changed(dtype=dtype)):
+                    yield f"{name}, {dtype}", fa_ext.attention_backward, gradients.make(case.changed(dtype=dtype)).inputs
             continue
         for name, case in FORWARD.items():
             arguments = case.changed(dtype=dtype).host_inputs()
@@ -160,8 +171,10 @@ class Fenced:
 
 
 def outputs(arguments):
-    """out, and lse where there is one, of a call."""
+    """out, and lse where there is one, of a call; or its gradients."""
     q, v = arguments.get("q"), arguments.get("v")
+    if "dout" in arguments:
+        return {"grads": tuple(np.zeros_like(arguments[name]) for name in "qkv")}
     if "k_cache" in arguments:
         return {"out": np.zeros_like(q)}
     heads_first = q.ndim == 4 and arguments["layout"] != "bshd"

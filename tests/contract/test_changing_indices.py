@@ -14,7 +14,7 @@ from tests import emulator
 from tests.contract import changing, runner
 
 APPEND = [name for name in _core.build_info()["kernels"] if name.endswith("append")]
-KERNELS = [name for name in (*fa_ext.kernels(), *APPEND) if next(changing.cases(name), None)]
+KERNELS = [name for name in (*fa_ext.kernels(), *fa_ext.kernels("backward"), *APPEND) if next(changing.cases(name), None)]
 
 #: The instances of a kernel that the emulator builds, for float16 and head_dim 64.
 EMULATED = {

@@ -223,6 +223,32 @@ def test_the_words_of_dropout_in_memory(emulated, kernel, seed, monkeypatch, rac
         assert np.array_equal(bits[0], bits[1]) and np.array_equal(bits[0], bits[2])
 
 
+def test_dropout_of_sequences(emulated, kernel, seed):
+    """In chunks, too, and of pages; some of the cases drop all or next to nothing."""
+    row, _ = emulated(kernel)
+    found = [*some_cases(seed)[::3], LONG.changed(n_k=(90, 600, 9, 1300, 130)), LONG.changed(n_k=(90, 600, 9, 700, 130), q="padded", k="padded", alibi="batch")]
+    for n, case in enumerate(found):
+        case = adapted(kernel, case.changed(dropout=((0.3, 1.0, 0.5, 1 / 65536)[n % 4], n)))
+        report = fa_ext.verify(**case.host_inputs(), kernel=row)
+        assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("q", Q_STORAGE)
+def test_dropout_counts_within_the_sequence(emulated, kernel, q):
+    """With values that are an identity out holds the weights; sequence, head, query and key are shifted by the origin."""
+    row, _ = emulated(kernel)
+    n_q, n_k, drawn = (1, 0, 1, 1) if q == "one" else (3, 0, 35, 8), (5, 2, 50, 16), (0.5, 11, 2, (1, 0, 5, 9), 7)
+    keep = dropout_keep(4, 2, max(n_q), max(n_k), drawn)
+    for k in ("padded", "packed", "paged"):
+        case = Case.sequences(n_q, n_k, 2, 1, 40, 50, "float16", q, k, "bshd", page_size=8)
+        values = stored.values_of(case)
+        for _, _, v in values:
+            v[...] = np.eye(len(v), 50)[:, None, :]
+        arguments = case.host_inputs(values) | {"dropout": drawn}
+        for b, (out, _) in enumerate(parts_of(case, arguments, *attend(row, arguments))):
+            np.testing.assert_array_equal(out[:, :, : n_k[b]] != 0, np.swapaxes(keep[b, :, : n_q[b], : n_k[b]], 0, 1))
+
+
 def test_append(emulated, seed, sms):
     row, _ = emulated("append")
     for n, (q, dtype) in enumerate(itertools.product(("packed", "padded", "one"), ("float32", "float16"))):
