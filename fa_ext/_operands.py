@@ -14,6 +14,8 @@ OPTIONS = tuple(name for name, operand in OPERANDS.items() if operand.role == "o
 _OPTIONS = frozenset(OPTIONS)
 #: Arrays that say what the sequences of attention are.
 INDICES = tuple(name for name, operand in OPERANDS.items() if operand.role == "index" and "attention" in operand.reads)
+#: Those of them that calls with gradients know, too.
+SEQUENCES = tuple(name for name in INDICES if "backward" in OPERANDS[name].reads)
 #: Arrays that have gradients, in the order of their bits.
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.gradient)
 #: Dropout's words, which travel beside the options.

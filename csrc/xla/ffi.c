@@ -160,7 +160,7 @@ static fa_code take_operands(frame_call *c, fa_op op, void *arguments, fa_ext_ar
         const fa_capi_field *field = &fa_capi_operands[op].field[n];
         const fa_operand_line *line = &fa_operands[field->operand];
         const bool present = line->use[op] == FA_USE_IN || (c->given >> field->operand & 1);
-        if (line->role != FA_ROLE_INDEX && fa_operand_is_read(field->operand, op))
+        if (fa_operand_is_read(field->operand, op))
             FA_TRY(take_array(c, present, false, &space[field->operand], fa_capi_array(arguments, field->offset)));
     }
     return take_dropout(c);

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kernels
-from .._operands import OPERANDS, OPTIONS
+from .._operands import OPERANDS, OPTIONS, SEQUENCES
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _ANY_FLOAT = "float16, bfloat16, float32, and float64 on the CPU"
 _KEY = "one PRNG key, or a state of shape (8,), uint32 or int32"
+_RANGES = "None or a pair (begin, end), each an array of int32, (batch,), or None"
 _SIDE = "an int >= 0 or None for unbounded"
 _FARTHEST = 1 << 60  #: a side of a window that is unbounded in every call
 
@@ -43,12 +44,30 @@ def arrays(given):
             made[name] = x = beside(x, jnp.float32 if words == "float32" else made["q"].dtype)
         if x.dtype.name not in (*_FLOATS, "bool") and x.dtype.name not in words:
             raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {words}")
-        if name in "qkv" and x.ndim != 4:
+        if name in "qkv" and x.ndim not in (3, 4):
             raise ValueError(
                 f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, the first of them batch, of 1 for a single "
-                "entry: JAX's calls are dense"
+                "entry, or 3 for packed sequences"
             )
     return made
+
+
+def indices(k_range, given):
+    """The index arrays that are there, by the names of operands, int32."""
+    if k_range is not None:
+        if not isinstance(k_range, (tuple, list)):
+            raise TypeError(f"k_range has type {type(k_range).__name__}; accepted: {_RANGES}")
+        if len(k_range) != 2:
+            raise ValueError(f"k_range has {len(k_range)} items; accepted: {_RANGES}")
+        given = given | {"k_range_begin": k_range[0], "k_range_end": k_range[1]}
+    return {name: index(name.replace("k_range_", "k_range's "), given[name]) for name in SEQUENCES if given.get(name) is not None}
+
+
+def index(name, given):
+    made = array(name, given)
+    if made.dtype not in (jnp.int32, jnp.int64):
+        raise TypeError(f"{name} has dtype {made.dtype.name}; accepted: int32, or int64, which is converted")
+    return made.astype(jnp.int32)
 
 
 def beside(x, dtype):

@@ -17,19 +17,26 @@ from ._rules import operation
 
 @takes_options
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, dropout=None, layout="bhsd", return_lse=False,
-    deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
+    seqlens_k=None, k_range=None, positions=None, dropout=None, layout="bhsd", return_lse=False, deterministic=True, kernel=None,
+    kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
     Parameters
     ----------
-    q : array, (B, H, Sq, D), or (B, Sq, H, D) with layout="bshd"
+    q : array, (B, H, Sq, D), or (B, Sq, H, D) with layout="bshd"; packed sequences: (T, H, D)
         Queries: float16, bfloat16, float32, or float64 (on the CPU, with ``jax_enable_x64``); D is 1 to 256.
-    k, v : arrays, (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or as ``layout`` says
+    k, v : arrays, (B, Hk, Sk, D) and (B, Hk, Sk, Dv), or as ``layout`` says; packed sequences: (Tk, Hk, D) and (Tk, Hk, Dv)
         Keys and values, of q's dtype; H is a multiple of Hk.
     causal, scale, window, softcap, layout, batch_invariant
         As for ``fa_ext.attention``. They are Python values, no arrays: a new value is a new compilation.
+    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, positions : int32 arrays, or None
+        Sequences of any length, as for ``fa_ext.attention``: q, k and v are packed with ``cu_seqlens_*`` and padded with
+        ``seqlens_*`` alone. They may be traced, so other lengths are no new compilation; int64 is converted. They have no gradient.
+        In rows of no sequence, results and gradients of q, k and v are 0, and the LSE is -inf.
+    k_range : (begin, end), int32 arrays, (B,), or None
+        Only these keys of each sequence take part; None is no bound.
     bias : array that broadcasts to (B, H, Sq, Sk), or None
         Added to the scores; q's dtype or float32.
     mask : bool array that broadcasts to (B, H, Sq, Sk), or None
@@ -40,9 +47,9 @@ def attention(
         Slopes of ALiBi, as for ``fa_ext.attention``. They have no gradient.
     dropout : (p, key), (p, state) or None
         Weights become 0 with probability p, a number, as for ``fa_ext.attention``. What is dropped follows from a PRNG key of
-        JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,). The backward pass drops the same, shards of
-        sharded ``jit`` their parts of one mask, and elements that vmap maps with one key the same weights; inside shard_map
-        each shard needs a key of its own.
+        JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,), and counts within each sequence. The backward
+        pass drops the same, shards of sharded ``jit`` their parts of one mask, and elements that vmap maps with one key the same
+        weights; inside shard_map each shard needs a key of its own.
     return_lse : bool
         Also return the LSE, through which gradients flow too.
     deterministic : bool
@@ -52,9 +59,9 @@ def attention(
 
     Returns
     -------
-    out : array, (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype
+    out : array, (B, H, Sq, Dv), (B, Sq, H, Dv) or (T, H, Dv), q's dtype
         0 where a query sees no key.
-    lse : array, (B, H, Sq), float32 (float64 for float64)
+    lse : array, (B, H, Sq), for packed q (H, T), float32 (float64 for float64)
         With return_lse.
 
     Raises
@@ -62,16 +69,21 @@ def attention(
     ValueError, TypeError
         While tracing: an argument is not accepted, in the words of ``fa_ext.attention``.
     jax.errors.JaxRuntimeError
-        While running: no kernel of the device takes the call.
+        While running: no kernel of the device takes the call; on the CPU also bad contents of index arrays.
     NotImplementedError
         Second derivatives. Forward-mode differentiation raises JAX's TypeError.
 
+    Bad contents of index arrays, such as a length beyond the rows there are, are an error on the CPU, as everywhere in ``fa_ext``:
+    training on wrong lengths should not go on unseen, and a failed computation says which entry is wrong. Where it fails on one of
+    several devices, the others wait for it, until XLA ends the process. On a CUDA device, whose host does not wait, bad contents
+    hide what they speak of, and ``fa_ext.faults`` tells of them.
+
     Under sharded ``jit`` the call runs on shards of the batch and of the heads (where the mesh axis divides Hk);
-    arrays that are sharded otherwise are gathered first. Where ``jax.set_mesh`` makes mesh axes explicit, results are sharded
-    over them as q is, head_dim apart, and gradients as what they are of. ``jax.export`` needs
-    ``DisabledSafetyCheck.custom_call("fa_ext_attention")`` and that of ``"fa_ext_attention_backward"``; it does not take a
-    ``jit`` that is sharded over several devices, whose ``custom_partitioning`` JAX does not serialise. Symbolic shapes are
-    refused. On JAX 0.5 ``shard_map`` needs ``check_rep=False``.
+    arrays that are sharded otherwise, and the rows of packed sequences, are gathered first. ``vmap`` of packed sequences is a call
+    an element. Where ``jax.set_mesh`` makes mesh axes explicit, results are sharded over them as q is, head_dim apart, and
+    gradients as what they are of. ``jax.export`` needs ``DisabledSafetyCheck.custom_call("fa_ext_attention")`` and that of
+    ``"fa_ext_attention_backward"``; it does not take a ``jit`` that is sharded over several devices, whose
+    ``custom_partitioning`` JAX does not serialise. Symbolic shapes are refused. On JAX 0.5 ``shard_map`` needs ``check_rep=False``.
     """
     options = Options(
         accept.causal(causal),
@@ -84,8 +96,12 @@ def attention(
     return_lse = accept.flag("return_lse", return_lse)
     given = given_options(arrays)
     arrays = accept.arrays({"q": q, "k": k, "v": v} | {name: given[name] for name in OPTIONS if name in given})
+    arrays |= accept.indices(k_range, {
+        "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
+        "positions": positions,
+    })  # fmt: skip
     check(options, arrays, arrays.values())
-    arrays = {name: x.reshape(filled(name, x.shape)) if broadcasts(name) else x for name, x in arrays.items()}
+    arrays = {name: x.reshape(filled(name, x.shape)) if name in OPTIONS and broadcasts(name) else x for name, x in arrays.items()}
     if options.dropout:
         arrays[STATE] = accept.state(dropout[1])
     made = _differentiable(options, tuple(arrays), return_lse)(*_vary_alike(list(arrays.values())))
@@ -114,9 +130,9 @@ def _run(call, operands):
     if not explicit:
         return operation(call)(*operands)
     specs = {f"d{name}": jax.typeof(x).sharding.spec for name, x in zip(call.names, operands, strict=True)}
-    of_q = specs["dq"]
-    specs["out"] = PartitionSpec(*of_q[:3], None)
-    specs["lse"] = PartitionSpec(of_q[0], *(of_q[1:3] if call.options.layout == "bhsd" else of_q[2:0:-1]))
+    of_q = tuple(specs["dq"])
+    specs["out"] = PartitionSpec(*of_q[:-1], None)
+    specs["lse"] = PartitionSpec(*call.of_rows(of_q))
     results = tuple(specs[name] for name in call.results)
     return jax.sharding.auto_axes(operation(call), axes=explicit, out_sharding=results)(*operands)
 

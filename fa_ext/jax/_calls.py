@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from .. import CudaError, UnsupportedError, _core
-from .._operands import DIFFERENTIABLE, OPERANDS, STATE
+from .._operands import DIFFERENTIABLE, OPERANDS, SEQUENCES, STATE
 
 
 def _order(operation):
-    names = (o.name for o in OPERANDS.values() if operation in o.reads and o.role in ("data", "option"))
-    return (*names, STATE)
+    carried = (o.name for o in OPERANDS.values() if o.role in ("data", "option") or o.name in SEQUENCES)
+    return (*(name for name in carried if operation in OPERANDS[name].reads), STATE)
 
 
 #: Operands and results in the order of the handlers (csrc/xla/ffi.h).
@@ -69,9 +69,14 @@ class Call:
     def backward(self) -> bool:
         return "lse" in self.names
 
-    @property
-    def heads_axis(self) -> int:
-        return 1 if self.options.layout == "bhsd" else 2
+    def heads_axis(self, ndim: int) -> int:
+        """Of q, k and v; packed ones have three axes."""
+        return 1 if ndim == 3 or self.options.layout == "bhsd" else 2
+
+    def of_rows(self, of_q) -> tuple:
+        """What the LSE has for its axes, of what q has for its own."""
+        heads = self.heads_axis(len(of_q))
+        return (of_q[1], of_q[0]) if len(of_q) == 3 else (of_q[0], of_q[heads], of_q[3 - heads])
 
     @property
     def kernel(self) -> str:
@@ -81,9 +86,8 @@ class Call:
         """(shape, dtype) of each result."""
         named = dict(zip(self.names, operands, strict=True))
         q, v = named["q"], named["v"]
-        rows = (q.shape[0], q.shape[self.heads_axis], q.shape[3 - self.heads_axis])
-        made = {"out": ((*q.shape[:3], v.shape[3]), q.dtype),
-                "lse": (rows, np.dtype(np.float64 if q.dtype == np.float64 else np.float32))}  # fmt: skip
+        made = {"out": ((*q.shape[:-1], v.shape[-1]), q.dtype),
+                "lse": (self.of_rows(q.shape), np.dtype(np.float64 if q.dtype == np.float64 else np.float32))}  # fmt: skip
         made |= {f"d{name}": (named[name].shape, named[name].dtype) for name in named}
         return {name: made[name] for name in self.results}
 

@@ -13,13 +13,15 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._operands import DIFFERENTIABLE, STATE, axes_of, batch_is_shared, filled, has_batch
+from .._operands import AXES, DIFFERENTIABLE, OPERANDS, STATE, Axis, axes_of, batch_is_shared, filled, has_batch
 from ._calls import GRADIENTS, Call, run
 
 #: Shardy's factors of axes that are split over devices or belong together: heads are (g r), g those of k and v.
 _FACTORS = {"B": "b", "Hk": "g", "Sq": "s", "Sk": "t", "D": "d", "Dv": "e"}
 #: The operand that a gradient is of.
 _SUBJECTS = dict(zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+#: The rows of all sequences in one.
+_ROWS = Axis("rows", one=False, optional=False)
 #: Whether ``def_partition`` takes the sizes of a rule's factors, as from JAX 0.7.2; before, they go into a rule that is parsed.
 _TAKES_SIZES = "factor_sizes" in inspect.signature(custom_partitioning.def_partition).parameters
 if not _TAKES_SIZES:
@@ -65,11 +67,11 @@ def operation(call: Call):
 
 def _needs_each(call, batched, operands) -> bool:
     """Whether elements of the mapped axis need calls of their own: the batch shares what has no axis for it, and sums what a
-    gradient's subject has once; what is dropped follows from where in the batch an entry is."""
-    if STATE in call.names:
-        return True
+    gradient's subject has once; what is dropped follows from where in the batch an entry is; packed sequences have no batch."""
     mapped = dict(zip(call.names, batched, strict=True))
     shapes = {name: x.shape[mapped[name] :] for name, x in zip(call.names, operands, strict=True)}
+    if STATE in call.names or _is_packed(shapes):
+        return True
     shared = [name for name in call.names if not has_batch(name)]
     wanted = [_SUBJECTS[result] for result in call.results if result in _SUBJECTS]
     return any(mapped[name] or name in wanted for name in shared) or any(shapes[name][0] != shapes["q"][0] for name in wanted)
@@ -126,17 +128,26 @@ def _outside_meshes():
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
+def _is_packed(shapes) -> bool:
+    """Whether the sequences of q or of k lie in one row of rows, of shapes by name: then no operand has an axis that is the batch's."""
+    return len(shapes["q"]) == 3 or len(shapes["k"]) == 3
+
+
 def _groups(call, operands) -> tuple[int, int]:
     """(heads_kv, query heads that share one)"""
     named = dict(zip(call.names, operands, strict=True))
-    heads_kv = named["k"].shape[call.heads_axis]
-    return heads_kv, named["q"].shape[call.heads_axis] // heads_kv
+    heads, heads_kv = (named[name].shape[call.heads_axis(named[name].ndim)] for name in "qk")
+    return heads_kv, heads // heads_kv
 
 
 def _axes(call, name: str, ndim: int):
     """The axes of an operand or a result as it lies in memory."""
-    axes = list(axes_of(_SUBJECTS.get(name, name), ndim))
-    if call.heads_axis == 2 and len(axes) == 4 and axes[3].name in ("D", "Dv"):
+    name = _SUBJECTS.get(name, name)
+    if OPERANDS[name].role == "data" and ndim < len(AXES[name]):
+        _, heads, _, *width = AXES[name]
+        return [_ROWS, heads, *width] if width else [heads, _ROWS]
+    axes = list(axes_of(name, ndim))
+    if len(axes) == 4 and axes[3].name in ("D", "Dv") and call.heads_axis(4) == 2:
         axes[1], axes[2] = axes[2], axes[1]
     return axes
 
@@ -145,6 +156,8 @@ def _rule(call, groups, shapes) -> str:
     """Shardy's rule."""
     heads = "g" if groups[1] == 1 else "r" if groups[0] == 1 else "(g r)"  # Shardy has no products with a factor of 1
     known = _FACTORS | {"H": heads}
+    if _is_packed(dict(zip(call.names, shapes))):
+        del known["B"]
     ones = iter(range(1000))
 
     def factor(axis, extent):
@@ -171,9 +184,10 @@ class _Split:
         self.call = call
         self.batch, self.heads = (), ()
         sizes = dict(zip(call.names, shapes, strict=True))
+        packed = _is_packed(sizes)
         for name, sharding in zip(call.names, shardings, strict=True):
             batch, heads = self._places(name, len(sizes[name]))
-            if batch is not None and not self.batch and sizes[name][batch] > 1:
+            if batch is not None and not packed and not self.batch and sizes[name][batch] > 1:
                 self.batch = self._parts(sharding, batch, sizes["q"][0])
             if heads is not None and not self.heads and sizes[name][heads] > 1:
                 self.heads = self._parts(sharding, heads, groups[0])
@@ -235,7 +249,7 @@ def _partitioned(call: Call, groups, rule: str):
         def shard(*shards):
             with _outside_meshes():
                 if STATE in call.names:
-                    shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis, groups))
+                    shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis(shards[0].ndim), groups))
                 return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
 
         return (mesh, shard, tuple(NamedSharding(mesh, spec) for spec in made),

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._operands import DIFFERENTIABLE, INDICES, OPERANDS, OPTIONS, STATE
+from .._operands import DIFFERENTIABLE, OPTIONS, SEQUENCES, STATE
 
 #: The tensors of a dense call besides q, k and v, in the order of the operators' arguments.
 OTHERS = (STATE, *OPTIONS)
-#: The index arrays of calls over sequences that have gradients: those of pages have none.
-SEQUENCES = tuple(name for name in INDICES if "backward" in OPERANDS[name].reads)
 #: The tensors of any call with gradients besides q, k and v.
 ARRAYS = (*OTHERS, *SEQUENCES)
 #: Those that can have a gradient.

@@ -174,7 +174,7 @@ def test_with_and_without_64_bits(x64):
         (dict(k=np.zeros((1, 2, 11, 8), "f4")), ValueError, "k has batch size 1"),
         (dict(v=np.zeros((2, 2, 11, 300), "f4")), ValueError, "v has head_dim 300"),
         (dict(v=np.zeros((2, 2, 11, 8), "f2")), TypeError, "v has dtype float16, but q has float32"),
-        (dict(q=np.zeros((2, 9, 8), "f4")), ValueError, "q has 3 dimensions, shape (2, 9, 8); accepted: 4, the first of them batch, of 1 "),
+        (dict(q=np.zeros((9, 8), "f4")), ValueError, "q has 2 dimensions, shape (9, 8); accepted: 4, the first of them batch, of 1 "),
         (dict(mask=BCOO.fromdense(np.ones((9, 11), bool))), TypeError, "mask has type BCOO; accepted: an array"),
         (dict(q=np.zeros((2, 4, 9, 8), "i4")), TypeError, "int32"),
         (dict(mask=np.zeros((9, 11), "f4")), TypeError, "mask has dtype float32"),

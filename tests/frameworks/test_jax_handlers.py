@@ -269,6 +269,33 @@ def test_backward():
     assert "accepted: at least one array" in Call(arrays, [scratch], none).run("xla_attention_backward_cpu")[1]
 
 
+def test_index_arrays_follow_in_the_order_of_their_lines():
+    inputs = Case(1, 2, 1, 5, 5, 8, dtype="float32").host_inputs()
+    q, k, v = (inputs[n][0].swapaxes(0, 1).copy() for n in "qkv")
+    indices = {"cu_seqlens_q": np.array([0, 2, 5], "i4"), "seqlens_q": np.array([1, 3], "i4"), "cu_seqlens_k": np.array([0, 4, 5], "i4"),
+               "seqlens_k": np.array([3, 1], "i4"), "positions": np.array([1, 0, 0, 1, 2], "i4")}  # fmt: skip
+    k_range = np.array([1, 0], "i4"), np.array([3, 1], "i4")
+    given = indices | {"k_range": k_range}
+    in_order = [*list(indices.values())[:4], *k_range, indices["positions"]]
+    names = bits(*indices, "k_range_begin", "k_range_end")
+    wanted = fa_ext.attention(q, k, v, **given, return_lse=True)
+    results = [np.full_like(x, np.nan) for x in wanted]
+    scratch = np.empty(0, np.uint8)
+    assert Call([q, k, v, *in_order], [*results, scratch], attributes(given=names)).run() is None
+    dout = np.random.default_rng(1).standard_normal(q.shape).astype("f4")
+    gradients = fa_ext.attention_backward(dout, q, k, v, *wanted, **given)
+    found = [np.full_like(x, np.nan) for x in gradients]
+    more = dict(given=names | bits("dout"), wants=np.int32(7), unordered=np.int32(0))
+    assert Call([q, k, v, *wanted, dout, *in_order], [*found, scratch], attributes(**more)).run("xla_attention_backward_cpu") is None
+    for a, b in zip([*results, *found], [*wanted, *gradients], strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide, late = in_order[0].astype("i8"), np.array([0, 2, 6], "i4")
+    for x, text in ((wide, "cu_seqlens_q.dtype is 0"), (late, "cu_seqlens_q[2] is 6, which is below an earlier one, or outside the rows")):
+        results = [np.full_like(x, np.nan) for x in wanted]
+        code, said = Call([q, k, v, x, *in_order[1:]], [*results, scratch], attributes(given=names)).run()
+        assert code == 3 and said.startswith(f"fa_ext: {text}") and all(np.isnan(x).all() for x in results)
+
+
 def test_an_error_of_the_stream_is_handed_on():
     """The handler for CUDA asks XLA for its stream first; an error of XLA's is returned as it is."""
     inputs, out, lse, scratch = simple()

@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
+from tests.frameworks.support.sequence_calls import CALLS, DENSE  # noqa: E402
 from tests.frameworks.support.torch_calls import DEVICES, gradients, math_attention, scalar  # noqa: E402
-from tests.frameworks.support.torch_sequences import CALLS, DENSE, by_sequences, index, make  # noqa: E402
+from tests.frameworks.support.torch_sequences import by_sequences, index, make  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch._options import ARRAYS, OTHERS, SEQUENCES  # noqa: E402
+from tests.frameworks.support.sequence_calls import CALLS  # noqa: E402
 from tests.frameworks.support.torch_calls import DEVICES, gradients, math_attention, scalar  # noqa: E402
-from tests.frameworks.support.torch_sequences import CALLS, by_sequences, index, make  # noqa: E402
+from tests.frameworks.support.torch_sequences import by_sequences, index, make  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 #: Inductor compiles C++ for the CPU.
