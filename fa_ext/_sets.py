@@ -109,7 +109,7 @@ BUDGET = {
     "wgmma_fused_backward_sm90": Budget(15, 18, 31),
     "wgmma_dropout_backward_sm90": Budget(2, 2, 7),
     "mma_sm80": Budget(12, 12, 98),
-    "mma_backward_sm80": Budget(6, 12, 156),
+    "mma_backward_sm80": Budget(9, 17, 249),
     "simt": Budget(2, 6, 51),
     "simt_backward": Budget(2, 6, 100),
     "wmma": Budget(2, 2, 16),

@@ -13,7 +13,9 @@
  * are there for all; (2) every warp has done with the tile before, whose stage is filled next, after the barrier. Own
  * rows belong to the first group. Nothing in shared memory is written but by these copies, and nothing is read after
  * the last tile, so that no barrier follows. All of a block's threads see the same number of tiles; a warp that has
- * nothing to see in a tile skips the products alone. */
+ * nothing to see in a tile skips the products alone. A block of sequences begins with a barrier of its own, after which
+ * the record of its sequence is there; nobody writes it again. No thread passes a barrier that another has not reached,
+ * and all pass the same ones, so that none waits for one that is two ahead. */
 #pragma once
 
 #include <math.h> // INFINITY
@@ -52,10 +54,10 @@ __device__ __forceinline__ void write_pair(const BackwardArgs &args, fa_grad gra
 }
 
 /* Writes this lane's part of the own rows of a gradient that lie below `end`: 0 where zero(row), whatever the
- * sums are. `row`: the lane's first own row. */
+ * sums are. `row`: the lane's first own row, counted from row `base_row` of the gradient. */
 template <typename T, int kRowTiles, int kBlocks, class Zero>
-__device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad grad, int64_t batch, int64_t head, int row,
-                                           int end, int length, float factor,
+__device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad grad, int64_t batch, int64_t head,
+                                           int base_row, int row, int end, int length, float factor,
                                            const float (&sums)[kRowTiles][kBlocks][4], Zero &&zero) {
     const fa_operand &x = args.problem.grad[grad];
     const int column = threadIdx.x % 4 * 2;
@@ -66,7 +68,7 @@ __device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad gra
             const int at = row + 16 * r + 8 * i;
             if (at >= end) continue;
             const bool nothing = zero(at);
-            const int64_t base = row_offset(x, batch, head, at) + column * x.stride[3];
+            const int64_t base = row_offset(x, batch, head, base_row + at) + column * x.stride[3];
 #pragma unroll
             for (int j = 0; j < kBlocks; ++j)
                 write_pair<T>(args, grad, base + 8 * j * x.stride[3], length - column - 8 * j,
@@ -93,15 +95,15 @@ template <class C> struct BackwardWarp {
     }
 
     /* own_s, own_p: this warp's rows of q and dout, or of k and v. other_s, other_p: the step's rows of the others. */
-    __device__ __forceinline__ void step(const BackwardArgs &args, const fa_dropout &dropout, const PairPlace &place,
-                                         bool masked, uint32_t own_s, uint32_t own_p, uint32_t other_s,
-                                         uint32_t other_p, uint32_t rows) {
+    __device__ __forceinline__ void step(const BackwardArgs &args, const BackwardEntry<C::kSequences> &entry,
+                                         const fa_dropout &dropout, const PairPlace &place, bool masked, uint32_t own_s,
+                                         uint32_t own_p, uint32_t other_s, uint32_t other_p, uint32_t rows) {
         const int lane = threadIdx.x % 32;
         Pairs s, g, bias;
         uint32_t kept = ~0u;
-        if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
+        if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, entry, place, bias);
         if constexpr (C::kExtended) {
-            add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
+            add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, entry, place, bias);
             if (args.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(dropout, place);
         }
         {
@@ -123,13 +125,13 @@ template <class C> struct BackwardWarp {
             }
         }
         if constexpr (C::kGeneral) {
-            weigh<C::kQueries, true, true, C::kFirst, false, C::kExtended, C::kRowTiles, C::kStep>(args, place, s, g,
-                                                                                                   &bias, rows, kept);
+            weigh<C::kQueries, true, true, C::kFirst, false, C::kExtended, C::kRowTiles, C::kStep>(
+                args, entry, place, s, g, &bias, rows, kept);
         } else if (masked) {
-            weigh<C::kQueries, false, true, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr,
-                                                                                             rows, kept);
+            weigh<C::kQueries, false, true, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, entry, place, s, g,
+                                                                                             nullptr, rows, kept);
         } else {
-            weigh<C::kQueries, false, false, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, place, s, g,
+            weigh<C::kQueries, false, false, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, entry, place, s, g,
                                                                                               nullptr, rows, kept);
         }
         if constexpr (C::kSecond) {
@@ -149,23 +151,21 @@ template <class C> struct BackwardCopies {
     const BackwardArgs &args;
     int own; // the first own row
     Span<int> others;
-    int batch, head_kv, first_head, first_local;
+    BackwardEntry<C::kSequences> entry;
+    int head_kv, first_head, first_local;
     uint32_t own_s, own_p, stages, stage_rows;
-
-    __device__ __forceinline__ bool is_key(int row) const {
-        return row >= args.visible.key_begin && row < args.visible.key_end;
-    }
 
     __device__ __forceinline__ void start_own() const {
         using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kOwn>;
         const GradientParams &p = args.problem;
         const AttentionParams &f = p.forward;
-        const int seq_q = int(f.seq_q), head = C::kQueries ? first_head : head_kv;
-        const auto exists = [&](int row) { return C::kQueries ? row < seq_q : is_key(row); };
-        Copy::start(own_s, C::kQueries ? f.q : f.k, batch, head, own, f.head_dim,
+        const int seq_q = entry.seq_q(args), head = C::kQueries ? first_head : head_kv;
+        const int base = C::kQueries ? entry.first_q : entry.first_k;
+        const auto exists = [&](int row) { return C::kQueries ? row < seq_q : is_key(args, entry, row); };
+        Copy::start(own_s, C::kQueries ? f.q : f.k, entry.batch, head, base, own, f.head_dim,
                     !C::kGeneral || (C::kQueries ? args.chunks_q : args.chunks_k), exists);
         if (C::kFirst)
-            Copy::start(own_p, C::kQueries ? p.dout : f.v, batch, head, own, f.head_dim_v,
+            Copy::start(own_p, C::kQueries ? p.dout : f.v, entry.batch, head, base, own, f.head_dim_v,
                         !C::kGeneral || (C::kQueries ? args.chunks_dout : args.chunks_v), exists);
     }
 
@@ -173,64 +173,103 @@ template <class C> struct BackwardCopies {
         using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kTile>;
         const GradientParams &p = args.problem;
         const AttentionParams &f = p.forward;
-        const float2 *rows = args.rows + (first_local + head) * args.pitch;
+        const float2 *rows = args.rows + entry.rows_at(args, first_local + head);
         const auto exists = [&](int row) {
-            if (C::kQueries) return is_key(row);
+            if (C::kQueries) return is_key(args, entry, row);
             // A query that sees no key gives nothing to any: 0 times what it holds may be NaN.
             const bool there = row >= others.begin && row < others.end;
             return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
         };
         const uint32_t to = stages + stage * 2 * C::kTileBytes;
         const int of = C::kQueries ? head_kv : first_head + head;
-        Copy::start(to, C::kQueries ? f.k : f.q, batch, of, tile * C::kTile, f.head_dim,
+        const int base = C::kQueries ? entry.first_k : entry.first_q;
+        Copy::start(to, C::kQueries ? f.k : f.q, entry.batch, of, base, tile * C::kTile, f.head_dim,
                     !C::kGeneral || (C::kQueries ? args.chunks_k : args.chunks_q), exists);
-        Copy::start(to + C::kTileBytes, C::kQueries ? f.v : p.dout, batch, of, tile * C::kTile, f.head_dim_v,
-                    !C::kGeneral || (C::kQueries ? args.chunks_v : args.chunks_dout), exists);
+        Copy::start(to + C::kTileBytes, C::kQueries ? f.v : p.dout, entry.batch, of, base, tile * C::kTile,
+                    f.head_dim_v, !C::kGeneral || (C::kQueries ? args.chunks_v : args.chunks_dout), exists);
         if (!C::kQueries && threadIdx.x < C::kTile / 2)
             cp_async_16(stage_rows + stage * C::kStageRowsBytes + threadIdx.x * 16,
                         rows + tile * C::kTile + threadIdx.x * 2, true);
     }
 };
 
+/* The entry of a block. A record of a sequence lies in shared memory then, for the registers. */
+template <class C>
+__device__ __forceinline__ BackwardEntry<C::kSequences> entry_of(const ArgsOf<C::kSequences> &args, int pair, int block,
+                                                                 unsigned char *shared) {
+    if constexpr (C::kSequences) {
+        const int *span = args.sequences.span[C::kQueries ? kTilesOfQueries : kTilesOfKeys];
+        const int *from = reinterpret_cast<const int *>(&args.sequences.places[span[block]]);
+        int *to = reinterpret_cast<int *>(shared + C::kPlaceAt);
+        if (threadIdx.x < sizeof(SequencePlace) / sizeof(int)) to[threadIdx.x] = from[threadIdx.x];
+        __syncthreads(); // the first of the block: nobody is beyond it
+        return {*reinterpret_cast<const SequencePlace *>(to)};
+    } else {
+        return {pair / int(args.problem.forward.heads_kv)};
+    }
+}
+
+/* Which of the entry's tiles a block has; -1: one without rows, as a sequence may have. */
+template <class C> __device__ __forceinline__ int own_tile(const BackwardEntry<C::kSequences> &entry, int block) {
+    if constexpr (C::kSequences) {
+        const int tile = block - entry.place.tile[C::kQueries ? kTilesOfQueries : kTilesOfKeys];
+        return tile * C::kOwn < (C::kQueries ? entry.place.rows_q : entry.place.rows_k) ? tile : -1;
+    } else {
+        return block;
+    }
+}
+
 /* Writes the gradients of own rows; `row`: this thread's first. */
 template <class C>
-__device__ __forceinline__ void write_own(const BackwardArgs &args, BackwardWarp<C> &mine, int batch, int head, int row,
-                                          int first_local) {
+__device__ __forceinline__ void write_own(const BackwardArgs &args, const BackwardEntry<C::kSequences> &entry,
+                                          BackwardWarp<C> &mine, int head, int row, int first_local) {
     using T = typename C::T;
     const GradientParams &p = args.problem;
     const AttentionParams &f = p.forward;
     if constexpr (C::kQueries) {
-        write_rows<T>(args, FA_GRAD_Q, batch, head, row, int(f.seq_q), f.head_dim, args.scale, mine.first,
-                      [&](int query) { return args.rows[first_local * args.pitch + query].x == INFINITY; });
+        write_rows<T>(args, FA_GRAD_Q, entry.batch, head, entry.first_q, row, entry.rows_q(args), f.head_dim,
+                      args.scale, mine.first,
+                      [&](int query) { return args.rows[entry.rows_at(args, first_local) + query].x == INFINITY; });
     } else {
-        const auto hidden = [&](int key) { return key < args.visible.key_begin || key >= args.visible.key_end; };
-        const int seq_k = int(f.seq_k);
+        const auto hidden = [&](int key) {
+            if constexpr (!C::kSequences)
+                return key < args.visible.key_begin || key >= args.visible.key_end;
+            else
+                return key < entry.place.key_begin || key >= entry.place.key_end;
+        };
+        const int rows = C::kSequences ? entry.rows_k(args) : int(f.seq_k), base = entry.first_k;
         if (C::kFirst && p.wants >> FA_GRAD_K & 1)
-            write_rows<T>(args, FA_GRAD_K, batch, head, row, seq_k, f.head_dim, args.scale, mine.first, hidden);
+            write_rows<T>(args, FA_GRAD_K, entry.batch, head, base, row, rows, f.head_dim, args.scale, mine.first,
+                          hidden);
         if (C::kSecond && p.wants >> FA_GRAD_V & 1)
-            write_rows<T>(args, FA_GRAD_V, batch, head, row, seq_k, f.head_dim_v, 1.0f, mine.second, hidden);
+            write_rows<T>(args, FA_GRAD_V, entry.batch, head, base, row, rows, f.head_dim_v, 1.0f, mine.second, hidden);
     }
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
+    backward_kernel(const __grid_constant__ ArgsOf<C::kSequences> args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     const GradientParams &p = args.problem;
     const AttentionParams &f = p.forward;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dense_q = int(f.seq_q);
 
     const TaskPlace task(C::kQueries ? args.queries : args.keys);
     const int group = args.group, pair = args.first_pair + (C::kQueries ? task.item / group : task.item);
-    const int batch = pair / int(f.heads_kv), head_kv = pair % int(f.heads_kv);
-    const int own = task.block * C::kOwn, warp_own = own + warp * C::kWarpRows;
+    const BackwardEntry<C::kSequences> entry = entry_of<C>(args, pair, task.block, shared);
+    const int head_kv = pair % int(f.heads_kv), own_block = own_tile<C>(entry, task.block);
+    if (C::kSequences && own_block < 0) return; // all threads of the block
+    const int own = own_block * C::kOwn, warp_own = own + warp * C::kWarpRows;
     // Of query heads: the group's first one or this block's, of the workspace and of the problem.
     const int first_local = C::kQueries ? task.item : task.item * group;
     const int first_head = head_kv * group + (C::kQueries ? task.item % group : 0);
     const int heads = C::kQueries ? 1 : group;
 
-    const Sight of_block = sight_of<C::kQueries>(args.visible, own, C::kOwn, seq_q);
-    const Sight kept = sight_of<C::kQueries>(args.visible, warp_own, C::kWarpRows, seq_q);
+    const Sight of_block =
+        sight_of<C::kQueries>(entry.visible(args), own, C::kOwn, (C::kSequences ? entry.seq_q(args) : dense_q));
+    const Sight kept = sight_of<C::kQueries>(entry.visible(args), warp_own, C::kWarpRows,
+                                             (C::kSequences ? entry.seq_q(args) : dense_q));
     // Values computed from again(x) are computed anew for each step, where registers are short.
     const auto again = [](int x) {
         if constexpr (C::kRowTiles > 1) asm volatile("" : "+r"(x));
@@ -243,7 +282,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
     const uint32_t own_s = shared_address(shared), own_p = own_s + (C::kOwnTiles - 1) * C::kOwnBytes;
     const uint32_t stages = own_s + C::kStagesAt, stage_rows = own_s + C::kRowsAt;
 
-    const BackwardCopies<C> copies = {args,        own,   others, batch,  head_kv,   first_head,
+    const BackwardCopies<C> copies = {args,        own,   others, entry,  head_kv,   first_head,
                                       first_local, own_s, own_p,  stages, stage_rows};
     auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
     if constexpr (C::kExtended) // for this thread's first barrier to publish
@@ -251,7 +290,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
     BackwardWarp<C> mine;
     if constexpr (C::kQueries) { // for this thread's first barrier to publish
         for (int n = threadIdx.x; n < C::kOwn; n += C::kThreads)
-            store_row(stage_rows + n * 8, args.rows + first_local * args.pitch, own + n, seq_q);
+            store_row(stage_rows + n * 8, args.rows + entry.rows_at(args, first_local), own + n,
+                      (C::kSequences ? entry.seq_q(args) : dense_q));
     }
 
     int head = tile_begin < tile_end ? 0 : heads, tile = tile_begin, stage = 0;
@@ -273,18 +313,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
 #pragma unroll 1
         for (int at = 0; at < C::kTile; at += C::kStep) {
             const int other = present + at;
-            const Sight of_warp =
-                C::kRowTiles > 1 ? sight_of<C::kQueries>(args.visible, again(warp_own), C::kWarpRows, seq_q) : kept;
+            const Sight of_warp = C::kRowTiles > 1
+                                      ? sight_of<C::kQueries>(entry.visible(args), again(warp_own), C::kWarpRows,
+                                                              (C::kSequences ? entry.seq_q(args) : dense_q))
+                                      : kept;
             if (!of_warp.some.meets(other, C::kStep)) continue;
-            const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, batch, first_head + of};
-            mine.step(args, dropout, place, !of_warp.all.holds(other, C::kStep),
+            const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, entry.batch, first_head + of};
+            mine.step(args, entry, dropout, place, !of_warp.all.holds(other, C::kStep),
                       own_s + warp * C::kWarpRows * C::kRowBytes, own_p + warp * C::kWarpRows * C::kRowBytes,
                       other_s + at * C::kRowBytes, other_p + at * C::kRowBytes, rows + (C::kQueries ? 0 : at * 8));
         }
         stage ^= 1;
     }
 
-    write_own<C>(args, mine, batch, C::kQueries ? first_head : head_kv, warp_own + lane / 4, first_local);
+    write_own<C>(args, entry, mine, C::kQueries ? first_head : head_kv, warp_own + lane / 4, first_local);
 }
 
 } // namespace fa

@@ -18,9 +18,9 @@
 namespace fa {
 
 /* kExtended: with ALiBi and dropout. */
-template <typename T_, int kHeadDim_, bool kExtended_> struct BiasConfig {
+template <typename T_, int kHeadDim_, bool kExtended_, bool kSequences_> struct BiasConfig {
     using T = T_;
-    static constexpr bool kExtended = kExtended_;
+    static constexpr bool kExtended = kExtended_, kSequences = kSequences_;
     static constexpr int kHeadDim = kHeadDim_, kWarps = 4, kThreads = 32 * kWarps;
     static constexpr int kQueries = 16 * kWarps, kKeys = kHeadDim <= 192 ? 64 : 32;
     static constexpr int kRowBytes = kHeadDim * 2, kSumFloats = kKeys + 4;               // of a row, in the end
@@ -95,15 +95,32 @@ __device__ __forceinline__ void write_bias(const BackwardArgs &args, float *tile
     }
 }
 
+/* Batch entry b, of arrays that are not packed; and where the rows of its head h begin in args.rows. */
+template <bool kSequences>
+__device__ __forceinline__ BackwardEntry<kSequences> entry_of_batch(const ArgsOf<kSequences> &args, int64_t b) {
+    if constexpr (kSequences)
+        return {args.sequences.places[b + 1]};
+    else
+        return {int(b)};
+}
+__device__ __forceinline__ int64_t rows_of_head(const BackwardArgs &args, const BackwardEntry<false> &, int64_t b,
+                                                int64_t h) {
+    return (b * args.problem.forward.heads + h) * args.pitch;
+}
+__device__ __forceinline__ int64_t rows_of_head(const BackwardArgs &args, const BackwardEntry<true> &entry, int64_t,
+                                                int64_t h) {
+    return entry.rows_at(args, int(h));
+}
+
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_constant__ ArgsOf<C::kSequences> args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
     using Product = WarpProduct<T, C::kHeadDim, 1, C::kKeys>;
     const GradientParams &p = args.problem;
     const AttentionParams &f = p.forward;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of_call = int(f.seq_q);
     const uint32_t queries = shared_address(shared), douts = queries + C::kQueries * C::kRowBytes;
     const uint32_t keys = douts + C::kQueries * C::kRowBytes, values = keys + C::kKeys * C::kRowBytes;
     const uint32_t rows = values + C::kKeys * C::kRowBytes, warp_rows = warp * 16 * C::kRowBytes;
@@ -125,28 +142,30 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
         for (int n = 3; n >= 0; --n) step[n] = own[n] + left % axes.axis[n].walked(), left /= axes.axis[n].walked();
         const int64_t b = step[0], h = step[1];
         const int query = int(step[2]) * C::kQueries, key = int(step[3]) * C::kKeys;
-        const Sight seen = sight_of<true>(args.visible, query, C::kQueries, seq_q);
+        const auto entry = entry_of_batch<C::kSequences>(args, b);
+        const int seq_q = C::kSequences ? entry.seq_q(args) : of_call;
+        const Sight seen = sight_of<true>(entry.visible(args), query, C::kQueries, seq_q);
         if (!seen.some.meets(key, C::kKeys)) continue;
 
         __syncthreads();
         const auto is_query = [&](int row) { return row < seq_q; };
-        const auto is_key = [&](int row) { return row >= args.visible.key_begin && row < args.visible.key_end; };
+        const auto is_own_key = [&](int row) { return is_key(args, entry, row); };
         using CopyQueries = RowCopy<C::kHeadDim, C::kThreads, C::kQueries>;
         using CopyKeys = RowCopy<C::kHeadDim, C::kThreads, C::kKeys>;
-        CopyQueries::start(queries, f.q, b, h, query, f.head_dim, args.chunks_q, is_query);
-        CopyQueries::start(douts, p.dout, b, h, query, f.head_dim_v, args.chunks_dout, is_query);
-        CopyKeys::start(keys, f.k, b, h / args.group, key, f.head_dim, args.chunks_k, is_key);
-        CopyKeys::start(values, f.v, b, h / args.group, key, f.head_dim_v, args.chunks_v, is_key);
+        CopyQueries::start(queries, f.q, b, h, 0, query, f.head_dim, args.chunks_q, is_query);
+        CopyQueries::start(douts, p.dout, b, h, 0, query, f.head_dim_v, args.chunks_dout, is_query);
+        CopyKeys::start(keys, f.k, b, h / args.group, 0, key, f.head_dim, args.chunks_k, is_own_key);
+        CopyKeys::start(values, f.v, b, h / args.group, 0, key, f.head_dim_v, args.chunks_v, is_own_key);
         cp_async_commit();
 
         const PairPlace place = {query + warp * 16 + lane / 4, key + lane % 4 * 2, b, h};
         if (threadIdx.x < C::kQueries)
-            store_row(rows + threadIdx.x * 8, args.rows + (b * f.heads + h) * args.pitch, query + threadIdx.x, seq_q);
+            store_row(rows + threadIdx.x * 8, args.rows + rows_of_head(args, entry, b, h), query + threadIdx.x, seq_q);
         typename Product::Pairs s, g, bias;
         uint32_t kept = ~0u;
-        load_bias<true, 1, C::kKeys>(args, place, bias);
+        load_bias<true, 1, C::kKeys>(args, entry, place, bias);
         if constexpr (C::kExtended) {
-            add_alibi<true, 1, C::kKeys>(args, place, bias);
+            add_alibi<true, 1, C::kKeys>(args, entry, place, bias);
             if (args.dropout.threshold) kept = kept_pairs<true, C::kKeys>(dropout, place);
         }
         cp_async_wait<0>();
@@ -157,7 +176,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
 #pragma unroll
         for (int k = 0; k < C::kHeadDim / 16; ++k)
             Product::add_block(s, a_s, b_s, k), Product::add_block(g, a_p, b_p, k);
-        weigh<true, true, true, true, true, C::kExtended, 1, C::kKeys>(args, place, s, g, &bias,
+        weigh<true, true, true, true, true, C::kExtended, 1, C::kKeys>(args, entry, place, s, g, &bias,
                                                                        rows + (warp * 16 + lane / 4) * 8, kept);
         each_pair<1, C::kKeys>([&](int r, int j, int e, int, int) { sums[r][j][e] += g[r][j][e]; });
     }

@@ -31,21 +31,29 @@ constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
     return shape;
 }
 
-template <typename T, int kHeadDim, Role kRole, Kind kKind>
+template <typename T, int kHeadDim, Role kRole, Kind kKind, bool kSequences = false>
 using Choose = BackwardConfig<T, kHeadDim, kRole,
                               kKind == kExtended  ? Options::kExtended
                               : kKind == kGeneral ? Options::kGeneral
                                                   : Options::kNone,
-                              shape_of(kHeadDim, kRole, kKind)>;
+                              shape_of(kHeadDim, kRole, kKind), kSequences>;
 
 } // namespace
+
+/* Kinds that an instance has. */
+enum class Family {
+    kDense,     // kLarge, kSmall and kExtended
+    kGeneral,   // kGeneral alone
+    kSequences, // kLarge and kExtended of sequences, whatever their number and lengths, on which no bit may depend
+};
 
 /* Of a launch: the kinds of the instances whose queries own, and whose keys do. */
 struct fa_mma_kinds {
     int queries, keys;
 };
 
-/* Launches everything of a group of pairs, or dbias: an instance, of one padded head_dim. */
-using Launch = fa_code(const BackwardArgs &, fa_dtype dtype, fa_mma_kinds, bool bias, const fa_launch &);
+/* Launches everything of a group of pairs, or dbias: an instance, of one padded head_dim. Only those of sequences look
+ * at more than the BackwardArgs. */
+using Launch = fa_code(const SequenceArgs &, fa_dtype dtype, fa_mma_kinds, bool bias, const fa_launch &);
 
 } // namespace fa

@@ -15,9 +15,10 @@ namespace fa {
 constexpr int kRowsWarps = 8, kSinksThreads = 128;
 
 /* Whether band, mask and bias leave query i no key. For a whole warp. */
-__device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, int64_t b, int64_t h, int i) {
+__device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, const Band &visible, int64_t b, int64_t h,
+                                             int i) {
     const AttentionParams &f = args.problem.forward;
-    const int begin = begin_of(args.visible, i), end = end_of(args.visible, i);
+    const int begin = begin_of(visible, i), end = end_of(visible, i);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
         bool shown = j < end;
@@ -55,9 +56,27 @@ __device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, i
     return sum;
 }
 
-/* Fills args.rows, `row_lanes` lanes a query. A warp's queries are of one head. */
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_constant__ BackwardArgs args) {
+/* The batch entry of a tile of rows, in 64 bits where it is of a dense call. */
+template <bool kSequences> struct RowsEntry;
+
+template <> struct RowsEntry<false> {
+    static constexpr int first_q = 0;
+    int64_t batch;
+
+    __device__ __forceinline__ RowsEntry(const BackwardArgs &args, int64_t pair, int64_t)
+        : batch(pair / args.problem.forward.heads_kv) {}
+    __device__ __forceinline__ const Band &visible(const BackwardArgs &args) const { return args.visible; }
+    __device__ __forceinline__ int64_t seq_q(const BackwardArgs &args) const { return args.problem.forward.seq_q; }
+};
+
+template <> struct RowsEntry<true> : BackwardEntry<true> {
+    __device__ __forceinline__ RowsEntry(const SequenceArgs &args, int64_t, int64_t row)
+        : BackwardEntry<true>{args.sequences.places[args.sequences.span[kTilesOfRows][row / kRowsMultiple]]} {}
+};
+
+/* Fills args.rows, `row_lanes` lanes a query. A warp's queries are of one head, and of one sequence. */
+template <typename T, int kHeadDim, bool kSequences>
+__global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_constant__ ArgsOf<kSequences> args) {
     FA_CHAOS_BEGIN();
     constexpr int kLanes = row_lanes(kHeadDim), kQueries = 32 / kLanes; // of a warp
     static_assert(kRowsMultiple % kQueries == 0);
@@ -68,39 +87,54 @@ __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_co
     for (int64_t n = (int64_t(blockIdx.x) * kRowsWarps + threadIdx.x / 32) * kQueries; n < count;
          n += int64_t(gridDim.x) * kRowsWarps * kQueries) {
         const int64_t local = n / args.pitch, pair = args.first_pair + local / args.group;
-        const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
-        const int first = int(n - local * args.pitch), i = first + mine;
-        bool nothing = i >= f.seq_q || begin_of(args.visible, i) >= end_of(args.visible, i);
+        const int64_t h = pair % f.heads_kv * args.group + local % args.group;
+        const RowsEntry<kSequences> entry(args, pair, n - local * args.pitch);
+        const int64_t b = entry.batch;
+        int first = int(n - local * args.pitch);
+        if constexpr (kSequences) first -= entry.place.tile[kTilesOfRows] * kRowsMultiple;
+        const int i = first + mine;
+        const auto &visible = entry.visible(args);
+        bool nothing = i >= (kSequences ? entry.seq_q(args) : f.seq_q) || begin_of(visible, i) >= end_of(visible, i);
         if (f.mask.data || f.bias.data)
-            for (int q = 0; q < kQueries && first + q < f.seq_q; ++q) {
-                const bool empty = sees_nothing(args, b, h, first + q);
+            for (int q = 0; q < kQueries && first + q < (kSequences ? entry.seq_q(args) : f.seq_q); ++q) {
+                const bool empty = sees_nothing(args, visible, b, h, first + q);
                 if (q == mine) nothing = empty;
             }
-        float sum = !nothing && p.dout.data ? row_part<T>(args, b, h, i, lane % kLanes * 8) : 0.0f;
+        const int at = entry.first_q + i; // in the operands
+        float sum = !nothing && p.dout.data ? row_part<T>(args, b, h, at, lane % kLanes * 8) : 0.0f;
 #pragma unroll
         for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
         if (lane % kLanes > 0) continue;
         float2 row = make_float2(INFINITY, 0.0f);
-        if (i < f.seq_q) {
-            row.y = p.dlse.data ? sum - *row_of<const float>(p.dlse, b, h, i) : sum;
-            if (!nothing) row.x = lse_of_weights(*row_of<const float>(p.lse, b, h, i));
+        if (i < (kSequences ? entry.seq_q(args) : f.seq_q)) {
+            row.y = p.dlse.data ? sum - *row_of<const float>(p.dlse, b, h, at) : sum;
+            if (!nothing) row.x = lse_of_weights(*row_of<const float>(p.lse, b, h, at));
             if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
         }
         args.rows[n + mine] = row;
     }
 }
 
-/* Part of dsinks of one head and batch entry, a block each. The sink has all the weight of a query without a key. */
-template <typename T>
+/* How many parts dsinks has: one a batch entry, or one so many rows of all sequences. */
+template <bool kSequences> __host__ __device__ inline int64_t sink_parts(const BackwardArgs &args) {
+    return kSequences ? (args.pitch + kSinksRows - 1) / kSinksRows : args.problem.forward.batch;
+}
+
+/* Part of dsinks of one head and batch entry, or some rows of all sequences, a block each. The sink has all the weight
+ * of a query without a key; rows beyond the last add 0. */
+template <typename T, bool kSequences>
 __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     __shared__ double parts[kSinksThreads];
     const AttentionParams &f = args.problem.forward;
-    const int local = blockIdx.x, pair = args.first_pair + local / args.group;
-    const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
+    const int count = kSequences ? int(sink_parts<true>(args)) : 1, local = blockIdx.x / count;
+    const int pair = args.first_pair + local / args.group;
+    const int64_t b = kSequences ? blockIdx.x % count : pair / f.heads_kv;
+    const int64_t h = pair % f.heads_kv * args.group + local % args.group;
+    const int64_t begin = kSequences ? b * kSinksRows : 0, end = min(begin + kSinksRows, args.pitch);
     const float sink = bounded(load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
     double sum = 0;
-    for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += kSinksThreads) {
+    for (int64_t i = begin + threadIdx.x; i < (kSequences ? end : f.seq_q) && sink != -INFINITY; i += kSinksThreads) {
         const float2 row = args.rows[local * args.pitch + i];
         const float weight = row.x == INFINITY ? 1.0f : sink_weight(sink, row.x);
         sum -= weight * row.y;
@@ -113,14 +147,15 @@ __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __gri
     if (threadIdx.x == 0) args.sinks[b * f.heads + h] = parts[0];
 }
 
-/* dsinks of all heads, a thread each, over the batch in its order. */
+/* dsinks of all heads, a thread each, over the parts in their order. */
+template <bool kSequences>
 static __global__ void __launch_bounds__(kSinksThreads) backward_sinks(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     const AttentionParams &f = args.problem.forward;
     for (int64_t h = int64_t(blockIdx.x) * kSinksThreads + threadIdx.x; h < f.heads;
          h += int64_t(gridDim.x) * kSinksThreads) {
         double sum = 0;
-        for (int64_t b = 0; b < f.batch; ++b) sum += args.sinks[b * f.heads + h];
+        for (int64_t part = 0; part < sink_parts<kSequences>(args); ++part) sum += args.sinks[part * f.heads + h];
         write_gradient(args.problem, FA_GRAD_SINKS, h * args.problem.grad[FA_GRAD_SINKS].stride[0], float(sum));
     }
 }

@@ -32,16 +32,16 @@ template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void 
 }
 
 /* The amount added to each score without ALiBi: the bias, or -inf where the pair is excluded. */
-template <bool kQueries, int kRowTiles, int kStep>
-__device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
+template <bool kQueries, int kRowTiles, int kStep, class Entry>
+__device__ __forceinline__ void load_bias(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
     const AttentionParams &f = args.problem.forward;
-    const int seq_q = int(f.seq_q);
+    const int seq_q = entry.seq_q(args);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const Span<int> span = seen_by<kQueries>(args.visible, place.own + 16 * r + 8 * i, seq_q);
+            const Span<int> span = seen_in<kQueries>(args, entry, place.own + 16 * r + 8 * i, seq_q);
             const int begin = span.begin - place.other, end = span.end - place.other;
 #pragma unroll
             for (int j = 0; j < kStep / 8; ++j)
@@ -88,13 +88,14 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
 }
 
 /* The same with ALiBi. */
-template <bool kQueries, int kRowTiles, int kStep>
-__device__ __forceinline__ void add_alibi(const BackwardArgs &args, const PairPlace &place,
+template <bool kQueries, int kRowTiles, int kStep, class Entry>
+__device__ __forceinline__ void add_alibi(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
     const float slope = slope_of(args.alibi, place.batch, place.head);
     if (slope == 0) return;
-    const int first = kQueries ? place.other - place.own - args.visible.diagonal
-                               : place.own - place.other - args.visible.diagonal; // key - position
+    const int diagonal = entry.visible(args).diagonal;
+    const int first =
+        kQueries ? place.other - place.own - diagonal : place.own - place.other - diagonal; // key - position
     each_pair<kRowTiles, kStep>([&](int r, int j, int e, int own, int other) {
         float &to = bias[r][j][e];
         const float distance = static_cast<float>(first + (kQueries ? other - own : own - other));
@@ -114,10 +115,11 @@ __device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int q
  * be excluded, by `bias` if kGeneral, else by the band. `rows`: where in shared memory LSE and delta of this lane's
  * first query are; the others follow, 8 bytes each. kExtended: with ALiBi, which `bias` has, and dropout, which leaves
  * the elements of `kept` (kept_pairs). */
-template <bool kQueries, bool kGeneral, bool kSelect, bool kNeedsDs, bool kDs, bool kExtended, int kRowTiles, int kStep>
-__device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace &place, Scores<kRowTiles, kStep> &s,
-                                      Scores<kRowTiles, kStep> &g, const Scores<kRowTiles, kStep> *bias, uint32_t rows,
-                                      uint32_t kept) {
+template <bool kQueries, bool kGeneral, bool kSelect, bool kNeedsDs, bool kDs, bool kExtended, int kRowTiles, int kStep,
+          class Entry>
+__device__ __forceinline__ void weigh(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
+                                      Scores<kRowTiles, kStep> &s, Scores<kRowTiles, kStep> &g,
+                                      const Scores<kRowTiles, kStep> *bias, uint32_t rows, uint32_t kept) {
     static_assert(!kExtended || (kGeneral && kRowTiles == 1));
     float2 mine[kRowTiles][2];
     if constexpr (kQueries) {
@@ -132,8 +134,7 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
         for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const Span<int> span =
-                    seen_by<kQueries>(args.visible, place.own + 16 * r + 8 * i, int(args.problem.forward.seq_q));
+                const Span<int> span = seen_in<kQueries>(args, entry, place.own + 16 * r + 8 * i, entry.seq_q(args));
                 begin[r][i] = span.begin - place.other, end[r][i] = span.end - place.other;
             }
     }

@@ -1,29 +1,38 @@
 /* mma_backward_sm80: gradients on the tensor cores of every NVIDIA GPU from Ampere on.
  *
- *     rows:     LSE and delta = dout . out - dlse of each query, to workspace   (mma_backward_rows.cuh)
- *     queries:  dq, a tile of queries a thread block                                            (mma_backward.cuh)
- *     keys:     dk and dv, a tile of keys of a kv head a thread block, over all query heads of its group
- *     bias:     dbias, a tile of its own elements a thread block, over all that it is broadcast along
- *                                                                                          (mma_backward_bias.cuh)
- *     sinks:    dsinks, of the rows in workspace
+ *     sequences: where each lies, and whose each tile is, to workspace      (common/sequence_tiles.cuh)
+ *     rows:      LSE and delta = dout . out - dlse of each query, to workspace   (mma_backward_rows.cuh)
+ *     queries:   dq, a tile of queries a thread block                                 (mma_backward.cuh)
+ *     keys:      dk and dv, a tile of keys of a kv head a thread block, over all query heads of its group
+ *     bias:      dbias, a tile of its own elements a thread block, over all that it is broadcast along
+ *                                                                                (mma_backward_bias.cuh)
+ *     sinks:     dsinks, of the rows in workspace
  *
  * S and dP are worked out anew in each: seven products instead of five, but no sum leaves a block's registers before it
  * is whole: no atomics, no float32 copy of a gradient, the same bits from run to run and in any batch, and dk, dv of
  * grouped heads cost nothing more. Kernels follow one another on one stream; what one leaves in memory for the next are
- * the rows and the parts of dsinks and dbias. Barriers: mma_backward.cuh.
+ * the lists of sequences, the rows and the parts of dsinks and dbias. Barriers: mma_backward.cuh.
+ *
+ * A sequence is a dense problem of its own: a block works on the tile of one sequence, with its rows, lengths and band,
+ * so that the bits are those of the dense call, whatever lies beside it; rows of no sequence, and those that are not
+ * used, get 0. Packed and padded on either side, k_range, all options but positions.
  *
  * Float16 and bfloat16, float32 accumulation, head_dim and head_dim_v from 1 to 256 (padded with zeros to the next of
  * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, ALiBi, dropout, sinks,
  * gradients of bias and sinks and through the LSE, accumulation; zero sizes. Instances a head_dim, dtype and side: by
  * the size of the grid, one for softcap, bias, mask and rows that are no aligned chunks, and one for all these, ALiBi
- * and dropout. 99 KB of shared memory a block at most. 8 bytes of workspace a query row, heads in groups where they do
- * not fit. From head_dim 192 on dk and dv are made one after the other.
+ * and dropout; of sequences, head_dim 64 and more, the one for large grids and the last. 99 KB of shared memory a block
+ * at most. 8 bytes of workspace a query row, heads in groups where they do not fit. From head_dim 192 on dk and dv are
+ * made one after the other.
  *
  * @instances backward_instance.cu
- * @instance d{32,64,96,128,192,256} {1} false
- * @instance d{32,64,96,128,192,256}_general {1} true
- * @core d(32|64|128|256)|d(64|128)_general
+ * @instance d{32,64,96,128,192,256} {1} Family::kDense
+ * @instance d{32,64,96,128,192,256}_general {1} Family::kGeneral
+ * @instance sequences_d{64,96,128,192,256} {1} Family::kSequences
+ * @core d(32|64|128|256)|d(64|128)_general|sequences_d(64|128|256)
  */
+#include <algorithm> // max
+
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own
 #include "common/limits.cuh" // band_of, divide_up, lengths_fit
@@ -41,27 +50,30 @@ namespace {
 
 struct Instance {
     int head_dim;
-    bool of_general;                           // for kGeneral alone, else for all other kinds
+    Family family;
     Launch *launch;                            // null: this build leaves it out
     int shared_bytes;                          // the most that one of its kernels takes
     int bias_queries, bias_keys;               // of a tile of dbias
     int own_queries[kKinds], own_keys[kKinds]; // that a block owns, by kind
 };
 
-template <int D> constexpr Instance instance_of(bool of_general, Launch *launch) {
+template <int D, Family kFamily> constexpr Instance instance_of(Launch *launch) {
+    constexpr bool kSequences = kFamily == Family::kSequences;
     using T = __half; // dtypes do not differ
-    using Bias = BiasConfig<T, D, true>;
+    using Bias = BiasConfig<T, D, true, kSequences>;
     constexpr Role kQueries = Role::kQueries;
     constexpr Role kKeys = has_both(D) ? Role::kKeys : Role::kKey, kValues = has_both(D) ? Role::kKeys : Role::kValue;
     static_assert(Choose<T, D, kKeys, kLarge>::kOwn == Choose<T, D, kValues, kLarge>::kOwn);
     int bytes = Bias::kSharedBytes;
-    for (const int other :
-         {Choose<T, D, kQueries, kLarge>::kSharedBytes, Choose<T, D, kQueries, kExtended>::kSharedBytes,
-          Choose<T, D, kKeys, kLarge>::kSharedBytes, Choose<T, D, kKeys, kExtended>::kSharedBytes,
-          Choose<T, D, kValues, kLarge>::kSharedBytes, Choose<T, D, kValues, kExtended>::kSharedBytes})
+    for (const int other : {Choose<T, D, kQueries, kLarge, kSequences>::kSharedBytes,
+                            Choose<T, D, kQueries, kExtended, kSequences>::kSharedBytes,
+                            Choose<T, D, kKeys, kLarge, kSequences>::kSharedBytes,
+                            Choose<T, D, kKeys, kExtended, kSequences>::kSharedBytes,
+                            Choose<T, D, kValues, kLarge, kSequences>::kSharedBytes,
+                            Choose<T, D, kValues, kExtended, kSequences>::kSharedBytes})
         bytes = other > bytes ? other : bytes;
     return {.head_dim = D,
-            .of_general = of_general,
+            .family = kFamily,
             .launch = launch,
             .shared_bytes = bytes,
             .bias_queries = Bias::kQueries,
@@ -72,15 +84,15 @@ template <int D> constexpr Instance instance_of(bool of_general, Launch *launch)
                          Choose<T, D, kKeys, kGeneral>::kOwn, Choose<T, D, kKeys, kExtended>::kOwn}};
 }
 
-#define FA_ENTRY(name, D, of_general) instance_of<D>(of_general, name),
-const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)}; // ascending by head_dim
-#define FA_WIDEST(name, D, of_general) || D == FA_MAX_HEAD_DIM
+#define FA_ENTRY(name, D, family) instance_of<D, family>(name),
+const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)}; // of a family ascending by head_dim
+#define FA_WIDEST(name, D, family) || D == FA_MAX_HEAD_DIM
 static_assert(false FA_INSTANCES(FA_WIDEST), "an instance for every head_dim");
 
 /* The narrowest in this build that is wide enough; NULL: it is left out. */
-const Instance *instance_for(int head_dim, bool of_general) {
+const Instance *instance_for(int head_dim, Family family) {
     for (const Instance &i : kInstances)
-        if (i.launch && i.head_dim >= head_dim && i.of_general == of_general) return &i;
+        if (i.launch && i.head_dim >= head_dim && i.family == family) return &i;
     return nullptr;
 }
 
@@ -94,7 +106,7 @@ struct Own {
     int parts;                             // of the walks of dbias
     int64_t pairs;                         // whose rows the workspace holds at a time
     int64_t pitch;                         // rows a head there
-    int64_t sinks_at, bias_at;             // in the workspace, bytes
+    int64_t lists_at, sinks_at, bias_at;   // in the workspace, bytes
     int64_t section_queries, section_keys; // heads, kv heads walked together
 };
 
@@ -135,66 +147,122 @@ int parts_of(const fa_backward &p, const fa_device_info *device, const Instance 
     return parts < 2 ? 1 : int(parts);
 }
 
-fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+int64_t group_of(const fa_forward &f) { return f.heads_kv ? f.heads / f.heads_kv : 1; }
+
+/* Pairs of all: of sequences, which lie one after another, those of one entry. */
+int64_t pairs_of(const fa_problem *problem) {
+    const fa_forward &f = problem->forward;
+    return problem->sequences.given ? f.heads_kv : f.batch * f.heads_kv;
+}
+
+SequenceTiles tiles_of(const fa_problem *problem, const Own &own) {
+    const Instance &instance = kInstances[own.index];
+    return sequence_tiles(problem,
+                          {instance.own_queries[own.kinds.queries], instance.own_keys[own.kinds.keys], kRowsMultiple});
+}
+
+/* The instance and its kind, kLarge also for what kSmall may take; NULL: it is left out. */
+const Instance *choose(const fa_problem *problem, Own &own, Kind &kind) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInBand, why)) return FA_REFUSES;
+    const bool sequences = problem->sequences.given;
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
-    Own &own = fa_own<Own>(plan);
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
     own.chunks_q = has_chunks(f.q, f.head_dim), own.chunks_k = has_chunks(f.k, f.head_dim);
     own.chunks_v = has_chunks(f.v, f.head_dim_v);
     own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
     own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
+    own.pairs_bias =
+        f.bias_dtype == FA_F32 ? takes_chunks<float>(f.bias, f.seq_k, 2) : takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
+    own.pairs_mask = takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
+    own.stores_pairs = pair_stores(p);
     bool extended = problem->forward.alibi.data || problem->forward.dropout.threshold;
     const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
                          !own.chunks_v || !own.chunks_dout;
-    const Instance *found = instance_for(head_dim, false);
+    const Instance *found = instance_for(head_dim, sequences ? Family::kSequences : Family::kDense);
     if (general && !extended) { // kExtended takes what kGeneral does, where that is left out
-        const Instance *own_kind = instance_for(head_dim, true);
+        const Instance *own_kind = sequences ? nullptr : instance_for(head_dim, Family::kGeneral);
         extended = !own_kind || (found && found->head_dim < own_kind->head_dim);
         if (!extended) found = own_kind;
     }
+    kind = extended ? kExtended : general ? kGeneral : kLarge;
+    return found;
+}
+
+/* Rows in workspace, those of some pairs at a time where they do not fit, and what lies behind them. */
+fa_answer plan_workspace(const fa_problem *problem, const fa_device_info *device, Own &own, fa_plan *plan,
+                         fa_why *why) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const int64_t all = pairs_of(problem), group = group_of(f);
+    int64_t lists_bytes = 0, sink_parts = f.batch;
+    own.pitch = divide_up(f.seq_q, kRowsMultiple) * kRowsMultiple;
+    if (problem->sequences.given) {
+        const SequenceTiles tiles = tiles_of(problem, own);
+        own.pitch = tiles.count(kTilesOfRows) * kRowsMultiple;
+        sink_parts = divide_up(own.pitch, kSinksRows);
+        lists_bytes = sequence_tiles_bytes(tiles);
+    }
+    const size_t sinks_bytes = p.wants >> FA_GRAD_SINKS & 1 ? size_t(sink_parts * f.heads) * sizeof(double) : 0;
+    const double left = double(device->workspace_limit) - double(sinks_bytes) - double(lists_bytes),
+                 fits = left / (8.0 * double(group) * double(own.pitch));
+    own.pairs = own.pitch == 0 || double(all) <= fits ? all : left > 0 ? int64_t(fits) : 0;
+    const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
+    if (all && (own.pairs == 0 || (at_once && own.pairs < all)))
+        return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    own.lists_at = own.pairs * group * own.pitch * 8;
+    own.sinks_at = own.lists_at + lists_bytes;
+    own.bias_at = own.sinks_at + int64_t(sinks_bytes);
+    own.parts = parts_of(p, device, kInstances[own.index], size_t(own.bias_at));
+    plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * bias_elements(p)) * 4 : 0);
+    return FA_TAKES;
+}
+
+/* Blocks of the largest launch of those where queries or keys own. */
+int64_t blocks_of(const fa_problem *problem, const Own &own) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const Instance &instance = kInstances[own.index];
+    if (problem->sequences.given) {
+        const SequenceTiles tiles = tiles_of(problem, own);
+        return std::max(f.heads * tiles.count(kTilesOfQueries), f.heads_kv * tiles.count(kTilesOfKeys));
+    }
+    return std::max(f.batch * f.heads * divide_up(f.seq_q, instance.own_queries[own.kinds.queries]),
+                    f.batch * f.heads_kv * divide_up(f.seq_k, instance.own_keys[own.kinds.keys]));
+}
+
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const bool sequences = problem->sequences.given;
+    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInBand, why)) return FA_REFUSES;
+    Own &own = fa_own<Own>(plan);
+    Kind kind;
+    const Instance *found = choose(problem, own, kind);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.index = int(found - kInstances);
     const Instance &instance = *found;
     if (size_t(instance.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, instance.shared_bytes,
                           int64_t(device->smem_per_block), 0);
-    own.pairs_bias =
-        f.bias_dtype == FA_F32 ? takes_chunks<float>(f.bias, f.seq_k, 2) : takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
-    own.pairs_mask = takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
-    own.stores_pairs = pair_stores(p);
-    own.pitch = divide_up(f.seq_q, kRowsMultiple) * kRowsMultiple;
-    const size_t sinks_bytes = p.wants >> FA_GRAD_SINKS & 1 ? size_t(f.batch * f.heads) * sizeof(double) : 0;
-    const double left = double(device->workspace_limit) - double(sinks_bytes),
-                 fits = left / (8.0 * double(group) * double(own.pitch));
-    own.pairs = own.pitch == 0 || double(all) <= fits ? all : left > 0 ? int64_t(fits) : 0;
-    const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
-    if (all && (own.pairs == 0 || (at_once && own.pairs < all)))
-        return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
-    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[kKinds]) {
-        return extended                                                     ? kExtended
-               : general                                                    ? kGeneral
-               : heads * divide_up(length, rows[kLarge]) > device->sm_count ? kLarge
-                                                                            : kSmall;
-    };
-    own.kinds = {kind_of(own.pairs * group, f.seq_q, instance.own_queries),
-                 kind_of(own.pairs, f.seq_k, instance.own_keys)};
-    const int64_t blocks_q = f.batch * f.heads * divide_up(f.seq_q, instance.own_queries[own.kinds.queries]);
-    const int64_t blocks_k = all * divide_up(f.seq_k, instance.own_keys[own.kinds.keys]);
+    own.kinds = {kind, kind};
+    const fa_answer answer = plan_workspace(problem, device, own, plan, why);
+    if (answer != FA_TAKES) return answer;
+    if (kind == kLarge && !sequences) {
+        const auto by_size = [&](int64_t heads, int64_t length, int rows) {
+            return heads * divide_up(length, rows) > device->sm_count ? kLarge : kSmall;
+        };
+        own.kinds = {by_size(own.pairs * group_of(f), f.seq_q, instance.own_queries[kLarge]),
+                     by_size(own.pairs, f.seq_k, instance.own_keys[kLarge])};
+    }
     const int64_t blocks_bias =
         !(p.wants >> FA_GRAD_BIAS & 1) ? 0 : BiasAxes(p, instance.bias_queries, instance.bias_keys).tasks();
-    if (blocks_q >> kMaxTilesBits || blocks_k >> kMaxTilesBits || blocks_bias >> kMaxTilesBits)
+    plan->blocks = blocks_of(problem, own);
+    if (plan->blocks >> kMaxTilesBits || blocks_bias >> kMaxTilesBits ||
+        (sequences && own.pitch >> kMaxTilesBits)) // whose rows and tiles have numbers, even without heads
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
-    own.sinks_at = own.pairs * group * own.pitch * 8;
-    own.bias_at = own.sinks_at + int64_t(sinks_bytes);
-    own.parts = parts_of(p, device, instance, size_t(own.bias_at));
-    own.section_queries = section_of(f, device, f.seq_k, own.pairs) * group;
-    own.section_keys = section_of(f, device, f.seq_q * group, own.pairs);
-    plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * bias_elements(p)) * 4 : 0);
-    plan->threads = (general || extended) && instance.head_dim <= 128 ? 256 : 128;
-    plan->blocks = blocks_k > blocks_q ? blocks_k : blocks_q;
+    own.section_queries = (sequences ? 1 : section_of(f, device, f.seq_k, own.pairs)) * group_of(f);
+    own.section_keys = sequences ? 1 : section_of(f, device, f.seq_q * group_of(f), own.pairs);
+    plan->threads = kind != kLarge && instance.head_dim <= 128 ? 256 : 128;
     plan->smem_bytes = size_t(instance.shared_bytes);
     plan->keep = true;
     return FA_TAKES;
@@ -204,9 +272,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const Own &own = fa_own<Own>(plan);
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    const int64_t all = pairs_of(problem), group = group_of(f);
     char *workspace = static_cast<char *>(launch->workspace);
-    BackwardArgs args = {
+    BackwardArgs dense = {
         .problem = gradient_params(p),
         .score = score_params(f),
         .visible = band_of(f),
@@ -234,6 +302,11 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .dropout = problem->forward.dropout,
         .kept = float(fa_dropout_scale(&problem->forward.dropout)),
     };
+    SequenceArgs args = {dense, {}};
+    if (problem->sequences.given) {
+        args.sequences = tiles_of(problem, own);
+        lay_out(args.sequences, workspace + own.lists_at);
+    }
     const auto run = kInstances[own.index].launch;
     do { // once for no pairs, whose sums of nothing are results too
         args.pairs = int(all - args.first_pair < own.pairs ? all - args.first_pair : own.pairs);
@@ -257,8 +330,8 @@ FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .cc_to = 0,
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_DLSE | FA_WITH_DBIAS |
+             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = plan,
     .launch = launch,
 };

@@ -25,17 +25,18 @@ template <int kColumns, int kThreads, int kRows> struct RowCopy {
     static_assert(kStep % 8 == 0, "a thread's rows share one key of the layout");
     static_assert(kRows % kStep == 0 || kRows < kStep, "only a thread's first row can lie beyond the tile");
 
-    /* Starts the copy of the rows [first, first + kRows) of (batch, head). Columns from `length` on, rows that `exists`
-     * does not name, and all of an absent operand become zeros and are not read. `chunks`: rows are whole 16-byte
-     * aligned chunks of neighbouring elements; otherwise the elements are read when this returns. */
+    /* Starts the copy of the rows [first, first + kRows) of (batch, head), counted from row `base` of the operand.
+     * Columns from `length` on, rows that `exists` does not name, and all of an absent operand become zeros and are not
+     * read. `chunks`: rows are whole 16-byte aligned chunks of neighbouring elements; otherwise the elements are read
+     * when this returns. */
     template <class Exists>
     __device__ static __forceinline__ void start(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
-                                                 int first, int length, bool chunks, Exists &&exists) {
+                                                 int base, int first, int length, bool chunks, Exists &&exists) {
         const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
         if (kRows < kStep && row >= kRows) return;
         const int columns = x.data ? length - chunk * 8 : 0;
         const uint32_t to = tile + Layout::offset(row, chunk);
-        const uint16_t *from = row_of<const uint16_t>(x, batch, head, first + row) + chunk * 8 * x.stride[3];
+        const uint16_t *from = row_of<const uint16_t>(x, batch, head, first + row + base) + chunk * 8 * x.stride[3];
         if (chunks) {
 #pragma unroll
             for (int r = 0; r < kRows; r += kStep, from += kStep * x.stride[2]) {
