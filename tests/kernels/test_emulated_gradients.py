@@ -1,0 +1,238 @@
+"""Gradients of sequences on the emulator of CUDA: a part of what test_packed_backward.py holds kernels to, by other orders of threads;
+the bits of a sequence, what a device counts, indices that change, races, and mutants."""
+
+import itertools
+import platform
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+import fa_ext
+from bench.problems import serving_cases
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
+from tests import emulator
+from tests.contract import changing, gradients
+from tests.contract.gradients import Problem, make, run, verdict
+from tests.contract.sequence_gradients import Values, arguments_of, elsewhere, parts_of, values_of
+from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="the emulator is for g++ on x86-64 Linux",
+)
+
+#: How each kernel is built: with the dense instances that bits are compared with, and without.
+KERNELS = {"mma_backward_sm80": dict(instances="^(sequences_)?d64$")}
+ALONE = {"mma_backward_sm80": dict(instances="^sequences_d64$")}
+#: The workspace that there is: what to replace, and by what.
+SHORT = {"mma_backward_sm80": ("double(device->workspace_limit)", "11000.0")}
+WRT = ("q", "k", "v")
+BACKWARD = {"operation": "backward", "dlse": True, "dtype": "float16", "head_dim": 64}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """emulated(kernel, tag, **options): (the name under which a build of it is loaded, its library), once for each tag."""
+    folder, loaded = tmp_path_factory.mktemp("gradients"), {}
+
+    def get(kernel, tag="right", **options):
+        if (kernel, tag) not in loaded:
+            built = KERNELS if tag == "right" else ALONE
+            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", **built[kernel] | options)
+            loaded[kernel, tag] = emulator.load(target, kernel), target
+        return loaded[kernel, tag]
+
+    with on_the_cpu(lambda: [name for name, _ in loaded.values()]):
+        yield get
+
+
+@pytest.fixture(params=(0, 1, 2))
+def seed(request, monkeypatch):
+    monkeypatch.setenv("FA_EMULATOR_SEED", str(request.param))
+    return request.param
+
+
+def sequences(n_q, n_k, heads=2, heads_kv=1, **options) -> Case:
+    return Case.sequences(n_q, n_k, heads, heads_kv, **{"k": "packed"} | BACKWARD | options)
+
+
+def fitted(case):
+    """The case as a kernel with 16-bit types of head_dim 33 to 64 and no positions takes it."""
+    dtype = case.dtype if case.dtype in ("float16", "bfloat16") else "float16"
+    return case.changed(dtype=dtype, head_dim=max(40, min(case.head_dim, 64)), head_dim_v=max(40, min(case.head_dim_v, 64)), positions=None)
+
+
+# ---- what is computed ----
+
+
+def test_sequences(emulated, kernel, seed):
+    row, _ = emulated(kernel)
+    found = [*serving_cases.gradient_grid()[::4], *serving_cases.gradient_lengths()[::3], *serving_cases.random_gradients(30, seed, longest=70)]
+    for case in found[seed::3]:
+        report = verdict(row, make(fitted(case)))
+        assert report, f"{case}\n{report}"
+
+
+TILES = sequences((127, 1, 64, 129, 65, 0, 63), (1, 130, 64, 65, 128, 7, 0), causal="bottom_right", sinks=True)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"window": (60, 3), "causal": False, "k_range": True}, {"alibi": "batch", "softcap": 4.0, "dropout": (0.3, 7)},
+    {"q": "padded", "k": "padded", "layout": "bhsd", "causal": "top_left", "accumulate": True},
+])  # fmt: skip
+def test_lengths_beside_those_of_tiles(emulated, kernel, options):
+    row, _ = emulated(kernel)
+    assert (report := verdict(row, make(TILES.changed(**options)))), report
+
+
+def test_many_sequences(emulated, kernel, monkeypatch):
+    """More than a pass of the list takes, and than a part of dsinks has."""
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    row, _ = emulated(kernel)
+    n_q, n_k = tuple(n * 5 % 4 for n in range(300)), tuple(n * 7 % 11 for n in range(300))
+    for q, k in (("packed", "packed"), ("padded", "packed"), ("packed", "padded")):
+        case = sequences(n_q, n_k, 1, sinks=True, q=q, k=k, causal="bottom_right")
+        assert (report := verdict(row, make(case))), report
+
+
+def test_bias_and_mask_of_padded_arrays(emulated, kernel, seed):
+    row, _ = emulated(kernel)
+    case, rng = sequences((3, 0, 70, 1), (7, 4, 90, 5), 4, 2, q="padded", k="padded", layout="bhsd", causal="bottom_right"), np.random.default_rng(seed)
+    shape = ((4, 4, 73, 93), (1, 1, 73, 93), (4, 1, 1, 93))[seed]
+    inputs = arguments_of(case) | {"bias": rng.standard_normal(shape).astype(np.float32), "mask": rng.random((4, 1, 73, 93)) < 0.7}
+    out, lse = fa_ext.reference.attention(**{n: x for n, x in inputs.items() if n not in ("dout", "dlse", "out", "lse")})
+    given = inputs | {"out": out.astype(np.float16), "lse": lse.astype(np.float32)}
+    report = fa_ext.verify_backward(**given, wrt=(*WRT, "bias"), kernel=row)
+    assert report, report
+
+
+def test_heads_in_groups_where_workspace_is_short(emulated, kernel):
+    """Of two kv heads the rows of one fit at a time."""
+    row, _ = emulated(kernel)
+    short, _ = emulated(kernel, "short", edit=replaced(*SHORT[kernel]))
+    problem = make(sequences((70, 3), (90, 40), 4, 2, sinks=True, causal="bottom_right"))
+    few, many = run(short, problem), run(row, problem)
+    for name in problem.wrt:
+        assert few[name].tobytes() == many[name].tobytes()
+    with pytest.raises(Unplaceable, match="8 bytes a query row"):
+        run(short, make(sequences((700, 3), (90, 40), 4, 2)))
+
+
+# ---- bits ----
+
+BASE = sequences((1, 135, 0, 17, 70), (5, 133, 4, 197, 3), 4, 2, causal="bottom_right", seed=3)
+OPTIONS = {
+    "plain": {}, "window": {"window": (50, 9), "causal": False}, "top left": {"causal": "top_left"}, "one head a group": {"heads_kv": 4},
+    "one kv head": {"heads_kv": 1}, "every score": {"alibi": "heads", "softcap": 4.0}, "dropout": {"dropout": (0.3, 7)},
+}  # fmt: skip
+
+
+def dense(case: Case, x: Values, b: int) -> dict:
+    """The arguments of a sequence as a dense call of one entry."""
+    found = {name: getattr(x, name).swapaxes(0, 1)[None] for name in ("dout", "q", "k", "v", "out")}
+    found |= {name: getattr(x, name).T[None] for name in ("lse", "dlse")}
+    options = arguments_of(case)
+    found |= {name: options[name] for name in ("causal", "window", "softcap", "scale", "alibi") if name in options}
+    return found | ({"dropout": (*case.dropout, 0, (b, 0, 0, 0), case.heads)} if case.dropout else {})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, options, monkeypatch):
+    """In every storage, alone, among others, and as those of a dense call."""
+    monkeypatch.setenv("FA_EMULATOR_SMS", "1")  # dense calls, too, are large
+    row, _ = emulated(kernel)
+    base = BASE.changed(**options)
+    values, wanted = values_of(base), []
+    for b, x in enumerate(values):
+        got = fa_ext.attention_backward(**dense(base, x, b), kernel=row)
+        wanted.append([g[0].swapaxes(0, 1).tobytes() for g in got])
+    stores = [dict(q=q, k=k) for q, k in itertools.product(("padded", "packed"), ("padded", "packed"))]
+    stores += [dict(slack=0), dict(q="padded", k="padded", layout="bhsd", slack=70)]
+    for seed, store in enumerate(stores):
+        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+        case = base.changed(**store)
+        inputs = arguments_of(case, values)
+        got = run(row, Problem(case, inputs, WRT))
+        for b, part in enumerate(parts_of(case, inputs, got)):
+            assert [part[name].tobytes() for name in WRT] == wanted[b], (store, b)
+        for name in WRT:
+            assert (elsewhere(case, inputs, name, got[name]) == 0).all()
+    if not base.dropout:  # of sequence 0, not of sequence 1
+        alone = base.changed(n_q=base.n_q[1:2], n_k=base.n_k[1:2])
+        inputs = arguments_of(alone, values[1:2])
+        part = parts_of(alone, inputs, run(row, Problem(alone, inputs, WRT)))[0]
+        assert [part[name].tobytes() for name in WRT] == wanted[1]
+
+
+# ---- index arrays ----
+
+
+def test_a_device_counts_what_the_host_counts(emulated, kernel, seed):
+    row, library = emulated(kernel)
+    rng = np.random.default_rng(seed)
+    emulator.faults(library), fa_ext.faults(None)
+    for case in serving_cases.random_gradients(12, seed + 70, longest=40):
+        problem = make(fitted(case).changed(accumulate=False))
+        inputs = {n: np.nan_to_num(x, nan=0.5) if isinstance(x, np.ndarray) else x for n, x in problem.inputs.items()}
+        for name in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k"):
+            if name in inputs:
+                noise = rng.choice([-3, 0, 40, changing.INT_MAX, changing.INT_MIN], inputs[name].shape)
+                inputs[name] = np.where(rng.random(inputs[name].shape) < 0.2, noise, inputs[name]).astype(np.int32)
+        given = {n: x for n, x in inputs.items() if n not in ("deterministic", "accumulate")}
+        out, lse = fa_ext.reference.attention(**{n: x for n, x in given.items() if n not in ("dout", "dlse", "out", "lse")})
+        given |= {"out": out.astype(given["out"].dtype), "lse": lse.astype(np.float32)}
+        report = fa_ext.verify_backward(**given, wrt=problem.wrt, check=False, kernel=row)
+        assert report, f"{case}\n{report}"
+        met, wanted = emulator.faults(library), fa_ext.faults(None)
+        if any(inputs[name].size for name in problem.wrt):
+            assert [x[:2] for x in met] == [x[:2] for x in wanted], case
+
+
+@pytest.mark.parametrize("store", [dict(k_range=True), dict(q="padded", k="padded", layout="bhsd"), dict(k="padded", window=(30, 5))])
+def test_indices_may_change_meanwhile(emulated, kernel, store):
+    """An access outside of an array ends the process."""
+    row, _ = emulated(kernel)
+    problem, fenced = make(sequences((1, 40, 0, 17, 3) * 3, (70, 97, 40, 64, 30) * 3, causal="bottom_right", **store)), changing.Fenced()
+    call = changing.mapped_over(lambda _, x: fenced.array(x), problem.inputs)
+    grads = tuple(fenced.array(np.zeros_like(problem.inputs[name])) for name in WRT)
+    changer = changing.Changer(changing.index_arrays(call))
+    changing.keep_calling("indices", lambda **options: fa_ext.attention_backward(**call, grads=grads, kernel=row, **options), changer, 1)
+
+
+# ---- races, and what is wrong ----
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "dropout": (0.3, 7)}])
+def test_no_race(emulated, kernel, monkeypatch, options):
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    row, _ = emulated(kernel, "races", races=True)
+    assert verdict(row, make(sequences((3, 70), (50, 90), causal="bottom_right", sinks=True, **options)))
+
+
+MUTANTS = {
+    "the list's totals before all have written them": ("if (lane == 31) scratch[warp] = x;\n    __syncthreads();", "if (lane == 31) scratch[warp] = x;"),
+    "keys of no sequence as they were": ("args.problem.accumulate ? place.seq_k : place.rows_k", "place.seq_k"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants(emulated, monkeypatch, mutant):
+    (old, new), found = MUTANTS[mutant], []
+
+    def edit(text):
+        found.append(text.count(old))
+        return text.replace(old, new)
+
+    row, _ = emulated("mma_backward_sm80", mutant, edit=edit)
+    assert set(found) == {1}  # in the host's file and in that of instances
+    lengths = (2,) * 300 if "list" in mutant else (3, 70)
+    problem = make(sequences(lengths, lengths, 1, causal="bottom_right"))
+    assert "wrong" in seeds_that_fail(monkeypatch, lambda: verdict(row, problem), 4)
