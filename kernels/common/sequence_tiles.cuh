@@ -81,7 +81,7 @@ inline void lay_out(SequenceTiles &t, void *workspace) {
     }
 }
 
-constexpr int kPlaceThreads = 256; // of place_sequences
+constexpr int kPlaceThreads = 512; // of place_sequences
 
 /* The largest x of the threads before this one in the block and of this one, and `before`. `all` gets that of the
  * block. */
@@ -141,12 +141,24 @@ __device__ __forceinline__ SequencePlace place_of_span(const SequenceTiles &t, i
     return place;
 }
 
+/* Writes the spans of the tiles [mine, end) of span n: a thread the first of its own, a warp the others together. */
+__device__ __forceinline__ void write_spans(int *span, int n, int mine, int end) {
+    constexpr int kFirst = 2;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < kFirst; ++tile)
+        if (mine + tile < end) span[mine + tile] = n;
+    for (unsigned left = __ballot_sync(~0u, end - mine > kFirst); left; left &= left - 1) {
+        const int m = __ffs(int(left)) - 1, to = __shfl_sync(~0u, end, m);
+        for (int tile = __shfl_sync(~0u, mine, m) + kFirst + lane; tile < to; tile += 32) span[tile] = n - lane + m;
+    }
+}
+
 /* Writes places and spans. One block; sequences without positions. A template, for files that do not launch it. */
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) place_sequences(const __grid_constant__ SequenceTiles t) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[2][kThreads / 32];
-    const int lane = threadIdx.x % 32;
     int end_q = 0, end_k = 0; // of the spans before this pass
     for (int64_t first = 0; first < t.batch + 2; first += kThreads) {
         const int64_t n = first + threadIdx.x;
@@ -168,10 +180,7 @@ __global__ void __launch_bounds__(kThreads) place_sequences(const __grid_constan
         for (int tiling = 0; tiling < kTilings; ++tiling) {
             const int mine = place.tile[tiling];
             const int end = there ? int(t.first_tile(tiling, n + 1, rows[tiling == kTilesOfKeys].end)) : 0;
-            for (int m = 0; m < 32; ++m) { // the warp's spans, one after another
-                const int from = __shfl_sync(~0u, mine, m), to = __shfl_sync(~0u, end, m);
-                for (int tile = from + lane; tile < to; tile += 32) t.span[tiling][tile] = int(n) - lane + m;
-            }
+            write_spans(t.span[tiling], int(n), mine, end);
         }
     }
 }
