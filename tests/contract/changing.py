@@ -70,7 +70,7 @@ def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
         if runner.listed_name(kernel).endswith("append"):
             yield from ((f"{name}, {dtype}", fa_ext.append, call) for name, call in append_calls(dtype).items())
             continue
-        if runner.listed_name(kernel).endswith("backward"):
+        if "backward" in runner.listed_name(kernel):
             for name, case in BACKWARD.items():
                 if gradients.takes_sequences(kernel, case.changed(dtype=dtype)):
                     yield f"{name}, {dtype}", fa_ext.attention_backward, gradients.make(case.changed(dtype=dtype)).inputs

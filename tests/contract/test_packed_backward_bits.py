@@ -14,8 +14,8 @@ from tests.contract.gradients import Problem, run
 from tests.contract.sequence_gradients import arguments_of, parts_of, values_of
 
 KERNELS = [kernel for kernel in fa_ext.kernels("backward") if gradients.takes_sequences(kernel)]
-#: Those whose tiles of a dense call are those of a sequence's.
-AS_DENSE = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
+#: Those that take the rows of a dense call in the tiles of a sequence's, or in others of the same bits.
+AS_DENSE = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
 HALF = "bfloat16" if BFLOAT16 else "float16"
 EITHER = ("padded", "packed")
 STORES = [dict(q=q, k=k, layout=layout, slack=slack)
@@ -87,7 +87,7 @@ def test_a_sequence_has_the_bits_of_the_dense_call_of_its_rows(kernel, dtype, ca
         pytest.skip(f"{kernel} may take a dense call in other tiles")
     for heads_kv, options in ((4, {}), (2, {"window": (20, 3)}), (1, {"dropout": (0.2, 9)})):
         n_q, n_k = (1, 9, 0, 65, 40), (5, 9, 4, 70, 33)
-        case = Case.sequences(n_q, n_k, 4, heads_kv, 16, dtype=dtype, k="packed", causal=causal, **options)
+        case = fitted(Case.sequences(n_q, n_k, 4, heads_kv, 16, dtype=dtype, k="packed", causal=causal, **options), kernel)
         values = values_of(case)
         got = gradients_of(kernel, case, values)
         for b, x in enumerate(values):

@@ -97,8 +97,8 @@ def test_many_sequences(emulated, kernel, monkeypatch):
     """More than a pass of the list takes, and than a part of dsinks has."""
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     row, _ = emulated(kernel)
-    n_q, n_k = tuple(n * 5 % 4 for n in range(300)), tuple(n * 7 % 11 for n in range(300))
-    for q, k in (("packed", "packed"), ("padded", "packed"), ("packed", "padded")):
+    n_q, n_k = tuple(n * 5 % 4 for n in range(600)), tuple(n * 7 % 11 for n in range(600))
+    for q, k in (("packed", "packed"), ("padded", "packed")):
         case = sequences(n_q, n_k, 1, sinks=True, q=q, k=k, causal="bottom_right")
         assert (report := verdict(row, make(case))), report
 
@@ -196,15 +196,8 @@ def test_a_device_counts_what_the_host_counts(emulated, kernel, seed):
             assert [x[:2] for x in met] == [x[:2] for x in wanted], case
 
 
-@pytest.mark.parametrize("store", [dict(k_range=True), dict(q="padded", k="padded", layout="bhsd"), dict(k="padded", window=(30, 5))])
-def test_indices_may_change_meanwhile(emulated, kernel, store):
-    """An access outside of an array ends the process."""
-    row, _ = emulated(kernel)
-    problem, fenced = make(sequences((1, 40, 0, 17, 3) * 3, (70, 97, 40, 64, 30) * 3, causal="bottom_right", **store)), changing.Fenced()
-    call = changing.mapped_over(lambda _, x: fenced.array(x), problem.inputs)
-    grads = tuple(fenced.array(np.zeros_like(problem.inputs[name])) for name in WRT)
-    changer = changing.Changer(changing.index_arrays(call))
-    changing.keep_calling("indices", lambda **options: fa_ext.attention_backward(**call, grads=grads, kernel=row, **options), changer, 1)
+def test_indices_may_change_meanwhile(emulated, kernel):
+    changing.run(emulated(kernel)[0], 0.3, dtypes=("float16",))
 
 
 # ---- races, and what is wrong ----
