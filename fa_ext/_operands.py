@@ -20,6 +20,8 @@ SEQUENCES = tuple(name for name in INDICES if "backward" in OPERANDS[name].reads
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.gradient)
 #: Dropout's words, which travel beside the options.
 STATE = "dropout_state"
+#: Ids of documents, of which fa_ext.jax makes sequences: no array of the core.
+IDS = "segment_ids"
 
 
 class Axis(NamedTuple):
@@ -32,6 +34,7 @@ AXES = {
     name: tuple(Axis(word.strip("[]?"), "?" in word, "[" in word) for word in operand.axes.split())
     for name, operand in OPERANDS.items()
 }
+AXES[IDS] = (Axis("B", one=False, optional=False), Axis("Sq", one=False, optional=False))
 
 
 def axes_of(name: str, ndim: int) -> tuple[Axis, ...]:

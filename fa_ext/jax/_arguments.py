@@ -77,6 +77,31 @@ def beside(x, dtype):
     return x.astype(dtype if dtype == jnp.float64 else jnp.float32)
 
 
+def documents(given, arrays, layout):
+    """The ids of documents, (B, S), of a call with these arrays."""
+    if isinstance(given, tuple):
+        if len(given) != 2 or given[0] is not given[1]:
+            raise ValueError("segment_ids is a tuple; accepted: an array, (batch, sequence), or a pair of one and the same array")
+        given = given[0]
+    ids = array("segment_ids", given)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids has dtype {ids.dtype.name}; accepted: integers")
+    others = [name for name in arrays if name not in (*"qkv", "sinks", "alibi")]
+    if others:
+        name = others[0].replace("_begin", "").replace("_end", "")
+        raise ValueError(f"{name} is given beside segment_ids; accepted with segment_ids: sinks, alibi and dropout")
+    rows = 1 if layout == "bshd" else 2
+    for name in "qk":
+        x = arrays[name]
+        if x.ndim != 4 or ids.shape != (x.shape[0], x.shape[rows]):
+            raise ValueError(
+                f"segment_ids has shape {ids.shape}, and {name} {x.shape}; accepted: (batch, sequence), the same of queries and keys"
+            )
+    if "alibi" in arrays and arrays["alibi"].ndim != 1:
+        raise ValueError(f"alibi has shape {arrays['alibi'].shape}; accepted with segment_ids: (heads,)")
+    return ids
+
+
 def state(given):
     """The eight words {seed low, seed high, offset, b0, h0, i0, j0, heads} that dropout is drawn from."""
     if not (isinstance(given, (jax.Array, np.ndarray)) or hasattr(given, "__jax_array__")):

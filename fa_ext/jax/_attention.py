@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from .._operands import DIFFERENTIABLE, OPTIONS, STATE, broadcasts, filled, given_options, takes_options
+from .._operands import DIFFERENTIABLE, IDS, OPTIONS, STATE, broadcasts, filled, given_options, takes_options
 from . import _arguments as accept
 from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
 from ._rules import operation
@@ -18,8 +19,8 @@ from ._rules import operation
 @takes_options
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
-    seqlens_k=None, k_range=None, positions=None, dropout=None, layout="bhsd", return_lse=False, deterministic=True, kernel=None,
-    kernel_backward=None, batch_invariant=False, **arrays,
+    seqlens_k=None, k_range=None, positions=None, segment_ids=None, dropout=None, layout="bhsd", return_lse=False,
+    deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -37,6 +38,11 @@ def attention(
         In rows of no sequence, results and gradients of q, k and v are 0, and the LSE is -inf.
     k_range : (begin, end), int32 arrays, (B,), or None
         Only these keys of each sequence take part; None is no bound.
+    segment_ids : integer array, (B, S), or a pair of one and the same array, or None
+        Documents in the rows of q and k, which have equally many: queries see the keys of their own document. Each run of equal
+        ids in a row is one, so that an id that comes back begins another; ends of rows end documents. They are sequences, and of
+        other arrays only sinks and alibi, (H,), go with them. Dropout counts documents and pairs within them, for which a sharded
+        batch is gathered. With layout="bshd" q, k and v are not copied.
     bias : array that broadcasts to (B, H, Sq, Sk), or None
         Added to the scores; q's dtype or float32.
     mask : bool array that broadcasts to (B, H, Sq, Sk), or None
@@ -100,6 +106,10 @@ def attention(
         "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
         "positions": positions,
     })  # fmt: skip
+    if segment_ids is not None:
+        arrays[IDS] = accept.documents(segment_ids, arrays, options.layout)
+        if options.causal is True:
+            options = replace(options, causal="bottom_right")
     check(options, arrays, arrays.values())
     arrays = {name: x.reshape(filled(name, x.shape)) if name in OPTIONS and broadcasts(name) else x for name, x in arrays.items()}
     if options.dropout:

@@ -9,15 +9,16 @@ import jax
 import numpy as np
 
 from .. import CudaError, UnsupportedError, _core
-from .._operands import DIFFERENTIABLE, OPERANDS, SEQUENCES, STATE
+from .._operands import DIFFERENTIABLE, IDS, OPERANDS, SEQUENCES, STATE
+from ._documents import packed, unpacked
 
 
 def _order(operation):
     carried = (o.name for o in OPERANDS.values() if o.role in ("data", "option") or o.name in SEQUENCES)
-    return (*(name for name in carried if operation in OPERANDS[name].reads), STATE)
+    return (*(name for name in carried if operation in OPERANDS[name].reads), IDS, STATE)
 
 
-#: Operands and results in the order of the handlers (csrc/xla/ffi.h).
+#: Operands and results in the order of the handlers (csrc/xla/ffi.h), which do not know of ids: ``Call.over_sequences``.
 FORWARD = _order("attention")
 BACKWARD = _order("backward")
 GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
@@ -91,6 +92,11 @@ class Call:
         made |= {f"d{name}": (named[name].shape, named[name].dtype) for name in named}
         return {name: made[name] for name in self.results}
 
+    def over_sequences(self) -> Call:
+        """The call over packed sequences that a call with ids is."""
+        names = {*self.names, "cu_seqlens_q", "cu_seqlens_k"} - {IDS}
+        return replace(self, names=tuple(name for name in (BACKWARD if self.backward else FORWARD) if name in names))
+
     def workspace(self, operands, device: int) -> int:
         """Bytes on a CUDA device, or of the CPU where ``device`` is -1. Raises what the call would raise."""
         known = {n: (x.dtype.name, tuple(x.shape)) for n, x in zip(self.names, operands, strict=True)}
@@ -114,7 +120,17 @@ class Call:
 def check(options: Options, names, operands) -> None:
     """Raises what the forward call of these operands would raise, before anything is traced."""
     any_kernel = replace(options, kernel=None)  # whose device is only known when it runs
-    Call(any_kernel, tuple(names), ("out",)).workspace(operands, _CPU)
+    call = Call(any_kernel, tuple(names), ("out",))
+    if IDS in call.names:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]  # without what shards they are of
+        operands = jax.eval_shape(functools.partial(_operands_over_sequences, call), *shapes)
+        call = call.over_sequences()
+    call.workspace(operands, _CPU)
+
+
+def _operands_over_sequences(call, *operands):
+    made = packed(dict(zip(call.names, operands, strict=True)), call.options.layout)
+    return tuple(made[name] for name in call.over_sequences().names)
 
 
 @functools.cache
@@ -154,6 +170,9 @@ def _like(x, shape, dtype):
 
 def run(call: Call, *operands):
     """The custom call itself: the results in the order of ``call.results``."""
+    if IDS in call.names:
+        made = run(call.over_sequences(), *_operands_over_sequences(call, *operands))
+        return tuple(unpacked(x, shape, call.options.layout) for x, (shape, _) in zip(made, call.shapes(operands).values(), strict=True))
     q = operands[0]
     types = [_like(q, shape, dtype) for shape, dtype in call.shapes(operands).values()]
     types.append(_like(q, (_workspace(call, operands),), np.uint8))

@@ -13,13 +13,14 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._operands import AXES, DIFFERENTIABLE, OPERANDS, STATE, Axis, axes_of, batch_is_shared, filled, has_batch
+from .._operands import AXES, DIFFERENTIABLE, IDS, OPERANDS, STATE, Axis, axes_of, batch_is_shared, filled, has_batch
 from ._calls import GRADIENTS, Call, run
 
 #: Shardy's factors of axes that are split over devices or belong together: heads are (g r), g those of k and v.
 _FACTORS = {"B": "b", "Hk": "g", "Sq": "s", "Sk": "t", "D": "d", "Dv": "e"}
 #: The operand that a gradient is of.
 _SUBJECTS = dict(zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+_DATA = frozenset(name for name, operand in OPERANDS.items() if operand.role == "data")
 #: The rows of all sequences in one.
 _ROWS = Axis("rows", one=False, optional=False)
 #: Whether ``def_partition`` takes the sizes of a rule's factors, as from JAX 0.7.2; before, they go into a rule that is parsed.
@@ -143,7 +144,7 @@ def _groups(call, operands) -> tuple[int, int]:
 def _axes(call, name: str, ndim: int):
     """The axes of an operand or a result as it lies in memory."""
     name = _SUBJECTS.get(name, name)
-    if OPERANDS[name].role == "data" and ndim < len(AXES[name]):
+    if name in _DATA and ndim < len(AXES[name]):
         _, heads, _, *width = AXES[name]
         return [_ROWS, heads, *width] if width else [heads, _ROWS]
     axes = list(axes_of(name, ndim))
@@ -184,10 +185,11 @@ class _Split:
         self.call = call
         self.batch, self.heads = (), ()
         sizes = dict(zip(call.names, shapes, strict=True))
-        packed = _is_packed(sizes)
+        # What is dropped counts documents, and a shard does not know how many there are before it.
+        whole = _is_packed(sizes) or (IDS in sizes and STATE in sizes)
         for name, sharding in zip(call.names, shardings, strict=True):
             batch, heads = self._places(name, len(sizes[name]))
-            if batch is not None and not packed and not self.batch and sizes[name][batch] > 1:
+            if batch is not None and not whole and not self.batch and sizes[name][batch] > 1:
                 self.batch = self._parts(sharding, batch, sizes["q"][0])
             if heads is not None and not self.heads and sizes[name][heads] > 1:
                 self.heads = self._parts(sharding, heads, groups[0])
