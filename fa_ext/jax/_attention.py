@@ -198,7 +198,7 @@ def dot_product_attention(
     scale, is_causal, local_window_size, return_residual
         As for ``jax.nn``: query i is at key i whatever T and S are. A side of the window may be None for unbounded, too.
     query_seq_lengths, key_value_seq_lengths : int32 arrays, (B,), or None
-        What lies beyond is neither read nor attended, and results of such queries are 0.
+        What lies beyond is neither read nor attended, and results of such queries are 0. Lengths beyond T or S count as these.
     implementation : None or "fa_ext"
         There is one; the argument is there to be passed on.
 
@@ -216,31 +216,27 @@ def dot_product_attention(
     q, k, v = (x[None] if single else x for x in (q, k, v))
     (batch, queries, heads, _), keys = q.shape, k.shape[1]
     masks = [] if mask is None else [accept.mask(mask, (batch, heads, queries, keys))]
+    lengths = {}
     if query_seq_lengths is not None:
-        masks.append(_below(accept.lengths("query_seq_lengths", query_seq_lengths, batch), queries)[:, None, :, None])
+        lengths["seqlens_q"] = jnp.clip(accept.lengths("query_seq_lengths", query_seq_lengths, batch), 0, queries)
     if key_value_seq_lengths is not None:
-        masks.append(_below(accept.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), keys)[:, None, None, :])
+        lengths["seqlens_k"] = jnp.clip(accept.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), 0, keys)
     window = accept.local_window(local_window_size)
-    if window is not None and (any((side or 0) < 0 for side in window) or (not is_causal and queries != keys)):
-        # The kernels' windows have no negative sides, and without causal= their diagonal ends at the last key.
+    if window is not None and (any((side or 0) < 0 for side in window) or (not is_causal and (lengths or queries != keys))):
+        # The kernels' windows have no negative sides, and without causal= their diagonal ends at the last key of each entry.
         masks.append(_within(*window, queries, keys))
         window = None
     if bias is not None:
         bias = accept.beside(accept.array("bias", bias), q.dtype)
     made = attention(
         q, k, v, causal="top_left" if is_causal else False, scale=scale, window=window, bias=bias, layout="bshd",
-        mask=functools.reduce(jnp.logical_and, masks) if masks else None, return_lse=return_residual,
+        mask=functools.reduce(jnp.logical_and, masks) if masks else None, return_lse=return_residual, **lengths,
     )  # fmt: skip
     out, lse = made if return_residual else (made, None)
     if not return_residual:
         return out[0] if single else out
     lse = jax.lax.stop_gradient(lse.swapaxes(1, 2).astype(k.dtype))
     return (out[0], lse[0]) if single else (out, lse)
-
-
-def _below(lengths, extent):
-    """(B, extent): the positions below each length."""
-    return jnp.arange(extent)[None, :] < lengths[:, None]
 
 
 def _within(left, right, queries, keys):

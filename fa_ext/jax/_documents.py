@@ -20,7 +20,7 @@ def packed(named: dict, layout: str) -> dict:
 def _starts(ids):
     """int32 (B * S + 1,): where each run begins among the rows of (B, S), one behind the other, and B * S behind the last one."""
     batch, length = ids.shape
-    first = (ids != jnp.roll(ids, 1, axis=1)) | (jnp.arange(length) == 0)
+    first = (ids != jnp.roll(ids, 1, axis=1)) | (jnp.arange(length) == 0)[None]
     (starts,) = jnp.nonzero(first.reshape(batch * length), size=batch * length + 1, fill_value=batch * length)
     return starts.astype(jnp.int32)
 

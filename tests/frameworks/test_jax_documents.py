@@ -70,6 +70,13 @@ def test_documents_are_packed_sequences(p):
         np.testing.assert_array_equal(found[n].reshape(x.shape), x, err_msg=n)
 
 
+def test_promotes_no_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        arrays = drawn(layout="bshd", sinks=True)
+        found = jax.jit(jax.grad(lambda a: loss(a, segment_ids=IDS, layout="bshd")))(arrays)
+    close(found, exact(arrays | {"mask": same(IDS)}, layout="bshd")[1])
+
+
 def test_ids_that_change_compile_once():
     arrays, traced = drawn(), []
 

@@ -116,6 +116,39 @@ def test_dropout_reads_its_state_on_the_device(dtype):
     np.testing.assert_array_equal(np.asarray(weights) != 0, fa_ext.dropout_keep(2, 4, 75, 90, drawn))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequences_are_those_of_the_same_kernels(packed):
+    """Bit for bit what the core makes of the same arrays, for lengths that change under one compiled call."""
+    rng = np.random.default_rng(0)
+    place = cuda_devices()[0]
+    shape = (lambda heads: (300, heads, 64)) if packed else (lambda heads: (3, 100, heads, 64))
+    arrays = {n: jax.device_put(rng.standard_normal(shape(heads)), place).astype("bfloat16") for n, heads in zip("qkv", (8, 2, 2))}
+    options = dict(causal="bottom_right", layout="bshd")
+
+    @jax.jit
+    def both(arrays, indices):
+        results, pull = jax.vjp(lambda a: fa_ext.jax.attention(**a, **indices, **options, return_lse=True), arrays)
+        return results, pull(tuple(map(jax.numpy.ones_like, results)))[0]
+
+    for values in ([0, 100, 100, 270], [17, 80, 299, 300]) if packed else ([100, 0, 33], [1, 100, 64]):
+        index = jax.device_put(np.array(values, np.int32), place)
+        indices = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k") if packed else ("seqlens_q", "seqlens_k"), index)
+        results, found = both(arrays, indices)
+        wanted = fa_ext.attention(**arrays, **indices, **options, return_lse=True)
+        ones = tuple(map(jax.numpy.ones_like, results))
+        gradients = fa_ext.attention_backward(ones[0], **arrays, out=results[0], lse=results[1], dlse=ones[1], **indices, **options)
+        for a, b in zip((*results, *(found[n] for n in "qkv")), (*wanted, *gradients), strict=True):
+            assert np.asarray(a).tobytes() == fa_ext.to_numpy(b).tobytes()
+
+
+def test_bad_contents_are_counted_on_a_device():
+    q = jax.device_put(np.ones((5, 2, 64), np.float16), cuda_devices()[0])
+    fa_ext.faults(0)
+    out = jax.jit(lambda q, starts: fa_ext.jax.attention(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts))(q, np.array([0, 2, 7], np.int32))
+    assert np.isfinite(np.asarray(out)).all()
+    assert "cu_seqlens" in {kind for kind, *_ in fa_ext.faults(0)}
+
+
 def test_dropout_under_checkpoint_and_scan():
     arrays = {n: jax.numpy.asarray(x) for n, x in Case(1, 2, 2, 64, 64, 32, dtype="bfloat16").host_inputs().items()}
 
