@@ -75,7 +75,7 @@ class Call:
         return 1 if ndim == 3 or self.options.layout == "bhsd" else 2
 
     def of_rows(self, of_q) -> tuple:
-        """What the LSE has for its axes, of what q has for its own."""
+        """The axes of the LSE, of those of q: their extents, or names, in order."""
         heads = self.heads_axis(len(of_q))
         return (of_q[1], of_q[0]) if len(of_q) == 3 else (of_q[0], of_q[heads], of_q[3 - heads])
 

@@ -185,7 +185,7 @@ class _Split:
         self.call = call
         self.batch, self.heads = (), ()
         sizes = dict(zip(call.names, shapes, strict=True))
-        # What is dropped counts documents, and a shard does not know how many there are before it.
+        # Dropout counts documents, and a shard does not know how many there are before it.
         whole = _is_packed(sizes) or (IDS in sizes and STATE in sizes)
         for name, sharding in zip(call.names, shardings, strict=True):
             batch, heads = self._places(name, len(sizes[name]))

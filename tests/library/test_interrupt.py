@@ -122,7 +122,8 @@ thread.start()
 say("begun")
 while thread.is_alive():
     try:
-        thread.join(0.05)
+        while thread.is_alive():  # within: the signal may come between two waits
+            thread.join(0.05)
     except KeyboardInterrupt:
         say(time.process_time(), len(results))
 q = np.random.default_rng(0).standard_normal((1, 2, 4000, 64)).astype("f4")
