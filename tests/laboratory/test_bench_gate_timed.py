@@ -256,12 +256,20 @@ def test_a_process_whose_first_thread_has_ended_is_alive_and_can_be_stopped():
 # ---- the end ----
 
 
+def hear_signals():
+    """A process that a shell puts into its background, or that nohup begins, is deaf to some of them, and so are its children."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def begin_gate(tmp_path, monkeypatch, *arguments):
     """A gate on a candidate that leaves a daemon, once that runs. -> (gate, process id of the daemon)."""
     file = tmp_path / "pid"
     monkeypatch.setenv("FA_TEST_PID_FILE", str(file))
     line = [sys.executable, *arguments]
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=hear_signals
+    )
     until = time.monotonic() + 60
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < until and process.poll() is None
