@@ -230,14 +230,8 @@ static void bias_task(const void *context, int64_t index, int worker) {
     double sum[TILE] = {0};
     for (int64_t b = batches.begin; b < batches.end; b++) {
         fa_problem alone;
-        const fa_problem *of = problem; /* that has the entry, as its entry `at` */
-        int64_t at = b;
-        if (problem->sequences.given) { /* not packed, so that the entries before it do not matter */
-            fa_cpu_walk walk = {0, 0};
-            const fa_cpu_entry sequence = fa_cpu_next(problem, b, &walk);
-            fa_cpu_alone(problem, &sequence, &alone);
-            of = &alone, at = 0;
-        }
+        int64_t at = b; /* the entry, of `of` */
+        const fa_problem *of = fa_cpu_padded(problem, &at, &alone);
         const fa_forward *entry = &of->forward;
         const span queries = {rows.begin, least(rows.end, entry->seq_q)};
         const int64_t from = most(whole_row ? 0 : own[3], entry->key_begin);

@@ -107,12 +107,6 @@ typedef struct own {
 } own;
 _Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
 
-/* A sequence whose tasks begin with number `first`. */
-typedef struct queued {
-    fa_cpu_entry entry;
-    int64_t first;
-} queued;
-
 /* A second thread is worth waking for WORK_OF_TWO multiplications, some 20 us of one core's, each further one for
  * WORK_PER_THREAD. Xeon, two cores, B1 H8 D64 float32, calls in a row, the median with one thread and with two: seq 32
  * (1.0e6) 29 and 24 us, 48 (2.4e6) 56 and 37, 64 (4.2e6) 83 and 55. Where the other core is busy, a team's end can wait
@@ -122,10 +116,7 @@ typedef struct queued {
 
 /* Multiplications of an entry whose rows all see as many keys as the query in the middle. */
 static double work_of(const fa_forward *p, const fa_entry *e) {
-    if (e->seq_q <= 0) return 0;
-    const fa_span keys = fa_row_keys(e, p->left, p->right, fa_position(e, e->seq_q / 2));
-    const double rows = (double)p->heads * (double)e->seq_q;
-    return keys.end > keys.begin ? rows * (double)(keys.end - keys.begin) * (p->head_dim + p->head_dim_v) : 0;
+    return fa_cpu_pairs(p, e) * (p->head_dim + p->head_dim_v);
 }
 
 static int useful_threads(int threads, double work) {
@@ -160,7 +151,7 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     mine->tile_m = tile_m < rows ? tile_m : (int)rows;
     mine->tiles = tiles_of(rows, mine->tile_m);
     mine->scratch = instance->scratch_bytes(problem, mine->tile_m);
-    mine->queue = sequences ? ((size_t)fa_cpu_entries(problem) * sizeof(queued) + 255) / 256 * 256 : 0;
+    mine->queue = sequences ? fa_cpu_queue_bytes(problem) : 0;
     plan->blocks = groups * mine->tiles;
     if (threads > plan->blocks && !sequences) threads = (int)plan->blocks;
     const size_t fitting = device->workspace_limit / mine->scratch;
@@ -174,24 +165,11 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
 typedef struct shared {
     const fa_problem *problem;
     const own *own;
-    const queued *queue; /* NULL: a dense call */
+    const fa_cpu_queued *queue; /* NULL: a dense call */
     int64_t entries;
     int tile_m;
     char *scratch;
 } shared;
-
-/* The last sequence whose tasks begin at `index` or before: it has that task. */
-static const queued *owner_of(const shared *s, int64_t index) {
-    int64_t low = 0, high = s->entries;
-    while (high - low > 1) {
-        const int64_t middle = low + (high - low) / 2;
-        if (s->queue[middle].first <= index)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &s->queue[low];
-}
 
 static void run_task(const void *context, int64_t index, int worker) {
     const shared *s = context;
@@ -200,7 +178,7 @@ static void run_task(const void *context, int64_t index, int worker) {
     fa_cpu_entry entry;
     int64_t tiles = s->own->tiles;
     if (s->queue) {
-        const queued *owner = owner_of(s, index);
+        const fa_cpu_queued *owner = fa_cpu_owner(s->queue, s->entries, index);
         entry = owner->entry;
         index -= owner->first;
         tiles = tiles_of(p->heads / p->heads_kv * entry.entry.seq_q, s->tile_m);
@@ -239,13 +217,13 @@ static fa_code launch_sequences(const fa_problem *problem, const fa_plan *plan, 
     const own *mine = (const own *)plan->own;
     const int64_t entries = fa_cpu_entries(problem), group = p->heads / p->heads_kv;
     const int block_rows = instance_of(mine->isa, p->dtype)->block_rows;
-    queued *queue = launch->workspace;
+    fa_cpu_queued *queue = launch->workspace;
     fa_cpu_walk walk = {0, 0};
     double work = 0;
     for (int64_t b = 0; b < entries; b++) {
         queue[b].entry = fa_cpu_next(problem, b, &walk);
         write_idle_rows(problem, &queue[b].entry);
-        work += work_of(p, &queue[b].entry.entry);
+        work += queue[b].work = work_of(p, &queue[b].entry.entry);
     }
     const int threads = useful_threads(plan->threads, work);
     int tile_m = mine->tile_m;

@@ -66,11 +66,8 @@ static const fa_gradient_instance *instance_of(const own *mine, const fa_backwar
 /* A thread more is worth waking for this many multiplications: as in cpu_simd. */
 #define WORK_PER_THREAD 8e6
 
-static double work_of(const fa_forward *f) {
-    const int64_t centre = f->seq_q / 2 + f->diagonal, low = centre - f->left, high = centre + f->right + 1;
-    const int64_t begin = low > f->key_begin ? low : f->key_begin, end = high < f->key_end ? high : f->key_end;
-    const double rows = (double)f->batch * (double)f->heads * (double)f->seq_q;
-    return end > begin ? rows * (double)(end - begin) * (3 * f->head_dim + 2 * f->head_dim_v) : 0;
+static double work_of(const fa_forward *f, const fa_entry *e) {
+    return fa_cpu_pairs(f, e) * (3 * f->head_dim + 2 * f->head_dim_v);
 }
 
 /* How tasks are cut for so many threads: false where their workspace is over the limit. */
@@ -103,23 +100,12 @@ static void measure(const fa_backward *p, own *mine) {
     mine->dq = p->wants >> FA_GRAD_Q & 1 ? instance->dq_bytes(p) : 0;
 }
 
-/* A sequence whose tasks begin with number `first`. */
-typedef struct queued {
-    fa_cpu_entry entry;
-    double work;
-    int64_t first;
-} queued;
-
-static size_t queue_bytes(const fa_problem *problem) {
-    return ((size_t)fa_cpu_entries(problem) * sizeof(queued) + 255) / 256 * 256;
-}
-
 /* Sequences: how long they are is known at the launch, and each may have all rows that there are. The queue comes
  * first, then scratch, then rows of dq: a set a thread at least, and as many as a sequence alone has use for. */
 static fa_answer plan_sequences(const fa_problem *problem, size_t limit, fa_plan *plan, fa_why *why) {
     const fa_backward *p = &problem->backward;
     own *mine = (own *)plan->own;
-    const size_t queue = queue_bytes(problem), heads = (size_t)p->forward.heads_kv;
+    const size_t queue = fa_cpu_queue_bytes(problem), heads = (size_t)p->forward.heads_kv;
     size_t threads = (size_t)problem->threads;
     while (threads > 1 && queue + threads * (mine->scratch + mine->dq) > limit) threads--;
     if (queue + threads * (mine->scratch + mine->dq) > limit)
@@ -144,7 +130,8 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     mine->scratch = instance_of(mine, p)->scratch_bytes(problem);
     measure(p, mine);
     if (problem->sequences.given) return plan_sequences(problem, device->workspace_limit, plan, why);
-    int threads = useful_threads(problem->threads, work_of(f));
+    const fa_entry entry = fa_cpu_dense(problem);
+    int threads = useful_threads(problem->threads, (double)f->batch * work_of(f, &entry));
     while (!cut(p, device->workspace_limit, threads, mine)) {
         if (threads == 1) return fa_because(why, FA_REFUSES, FA_WHY_SUM_WORKSPACE, 0, 0, 0);
         threads--;
@@ -276,26 +263,13 @@ static void launch_pairs(shared *s, int threads, const fa_host *host) {
 /* Sequences that share the threads, a kv head of one a task. */
 typedef struct pool {
     const shared *all;
-    const queued *queue;
+    const fa_cpu_queued *queue;
     int64_t entries;
 } pool;
 
-/* The last sequence whose tasks begin at `index` or before: it has that task. */
-static const queued *owner_of(const pool *s, int64_t index) {
-    int64_t low = 0, high = s->entries;
-    while (high - low > 1) {
-        const int64_t middle = low + (high - low) / 2;
-        if (s->queue[middle].first <= index)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &s->queue[low];
-}
-
 static void pool_step(const void *context, int64_t index, int worker) {
     const pool *s = context;
-    const queued *owner = owner_of(s, index);
+    const fa_cpu_queued *owner = fa_cpu_owner(s->queue, s->entries, index);
     own mine = *s->all->own;
     fa_problem alone;
     fa_cpu_alone(s->all->problem, &owner->entry, &alone);
@@ -304,13 +278,13 @@ static void pool_step(const void *context, int64_t index, int worker) {
 }
 
 /* One sequence by all threads; false where the workspace is too small for it. */
-static bool launch_alone(const shared *all, const fa_cpu_entry *sequence, const fa_plan *plan, const fa_host *host) {
+static bool launch_alone(const shared *all, const fa_cpu_queued *sequence, const fa_plan *plan, const fa_host *host) {
     own mine = *all->own;
     fa_problem alone;
-    fa_cpu_alone(all->problem, sequence, &alone);
+    fa_cpu_alone(all->problem, &sequence->entry, &alone);
     measure(&alone.backward, &mine);
-    const int threads = useful_threads(plan->threads, work_of(&alone.forward));
-    const size_t left = plan->workspace_bytes - queue_bytes(all->problem);
+    const int threads = useful_threads(plan->threads, sequence->work);
+    const size_t left = plan->workspace_bytes - fa_cpu_queue_bytes(all->problem);
     if (!cut(&alone.backward, left, threads, &mine)) return false;
     shared s = *all;
     s.problem = &alone, s.p = &alone.backward, s.own = &mine;
@@ -324,28 +298,27 @@ static bool launch_alone(const shared *all, const fa_cpu_entry *sequence, const 
 static void launch_sequences(const shared *all, const fa_plan *plan, const fa_launch *launch) {
     const fa_problem *problem = all->problem;
     const fa_forward *f = &problem->forward;
-    queued *queue = launch->workspace;
+    fa_cpu_queued *queue = launch->workspace;
     const int64_t entries = fa_cpu_entries(problem);
     fa_cpu_walk walk = {0, 0};
     double total = 0;
     for (int64_t b = 0; b < entries; b++) {
-        fa_problem alone;
         queue[b].entry = fa_cpu_next(problem, b, &walk);
+        queue[b].work = work_of(f, &queue[b].entry.entry);
         fa_cpu_clear(problem, &queue[b].entry);
-        fa_cpu_alone(problem, &queue[b].entry, &alone);
-        queue[b].work = work_of(&alone.forward);
         total += queue[b].work;
     }
     const int threads = useful_threads(plan->threads, total);
-    int64_t tasks = 0;
-    for (int64_t b = 0; b < entries && !fa_stopped(problem); b++) {
+    int64_t tasks = 0, queued = 0; /* entries that the call came to before it was stopped */
+    for (; queued < entries && !fa_stopped(problem); queued++) {
+        const int64_t b = queued;
         const fa_entry *e = &queue[b].entry.entry;
         const bool large = threads > 1 && queue[b].work * 4 * threads > total * (double)f->heads_kv;
         queue[b].first = tasks;
         if (!e->seq_q && !e->seq_k) continue;
-        if (!large || !launch_alone(all, &queue[b].entry, plan, launch->host)) tasks += f->heads_kv;
+        if (!large || !launch_alone(all, &queue[b], plan, launch->host)) tasks += f->heads_kv;
     }
-    const pool s = {all, queue, entries};
+    const pool s = {all, queue, queued};
     launch->host->loop(threads, tasks, pool_step, &s);
 }
 
@@ -354,7 +327,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const own *mine = (const own *)plan->own;
     const fa_host *host = launch->host;
     const bool sequences = problem->sequences.given;
-    char *scratch = (char *)launch->workspace + (sequences ? queue_bytes(problem) : 0);
+    char *scratch = (char *)launch->workspace + (sequences ? fa_cpu_queue_bytes(problem) : 0);
     shared s = {problem, p, mine, instance_of(mine, p), scratch, scratch + (size_t)plan->threads * mine->scratch, 0, 0};
     if (p->wants & (1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V)) {
         if (sequences)

@@ -56,6 +56,38 @@ static inline fa_cpu_entry fa_cpu_next(const fa_problem *problem, int64_t b, fa_
     return next;
 }
 
+/* Pairs of a query and a key that an entry's heads see, if all queries saw as many as the one in the middle. */
+static inline double fa_cpu_pairs(const fa_forward *p, const fa_entry *e) {
+    if (e->seq_q <= 0) return 0;
+    const fa_span keys = fa_row_keys(e, p->left, p->right, fa_position(e, e->seq_q / 2));
+    return keys.end > keys.begin ? (double)p->heads * (double)e->seq_q * (double)(keys.end - keys.begin) : 0;
+}
+
+/* An entry whose tasks begin with number `first`. */
+typedef struct fa_cpu_queued {
+    fa_cpu_entry entry;
+    double work; /* multiplications */
+    int64_t first;
+} fa_cpu_queued;
+
+/* Bytes of a queue of all entries; a multiple of 256. */
+static inline size_t fa_cpu_queue_bytes(const fa_problem *problem) {
+    return ((size_t)fa_cpu_entries(problem) * sizeof(fa_cpu_queued) + 255) / 256 * 256;
+}
+
+/* The last of the entries whose tasks begin at `index` or before: it has that task. */
+static inline const fa_cpu_queued *fa_cpu_owner(const fa_cpu_queued *queue, int64_t entries, int64_t index) {
+    int64_t low = 0, high = entries;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (queue[middle].first <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &queue[low];
+}
+
 /* Elements from the data of an operand to one of its own. */
 static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i, int64_t j) {
     return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];

@@ -43,6 +43,15 @@ void fa_cpu_alone(const fa_problem *problem, const fa_cpu_entry *sequence, fa_pr
     alone->sequences = (fa_sequences){.positions = e->positions};
 }
 
+const fa_problem *fa_cpu_padded(const fa_problem *problem, int64_t *b, fa_problem *alone) {
+    fa_cpu_walk walk = {0, 0}; /* where the entries before it end does not matter */
+    if (!problem->sequences.given) return problem;
+    const fa_cpu_entry sequence = fa_cpu_next(problem, *b, &walk);
+    fa_cpu_alone(problem, &sequence, alone);
+    *b = 0;
+    return alone;
+}
+
 static void clear_row(const fa_operand *x, fa_dtype dtype, int64_t at, int length) {
     const size_t size = fa_dtype_size(dtype);
     if (x->stride[3] == 1)

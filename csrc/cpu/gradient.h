@@ -74,6 +74,10 @@ static inline void fa_write_gradient(const fa_backward *p, fa_grad grad, int64_t
  * without being given sequences. */
 void fa_cpu_alone(const fa_problem *problem, const fa_cpu_entry *sequence, fa_problem *alone);
 
+/* The problem that has entry *b of a call that is not packed: the call itself, or where sequences are given `alone`,
+ * whose entry 0 it is. */
+const fa_problem *fa_cpu_padded(const fa_problem *problem, int64_t *b, fa_problem *alone);
+
 /* Writes 0 to the gradients of the entry's rows of no sequence. */
 void fa_cpu_clear(const fa_problem *problem, const fa_cpu_entry *entry);
 

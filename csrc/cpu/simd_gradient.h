@@ -251,14 +251,8 @@ static void bias_gradient(const fa_problem *problem, int64_t part, void *scratch
     memset(w.total, 0, (size_t)TILE * CHUNK * sizeof *w.total);
     for (int64_t b = first[0]; b < past[0]; b++) {
         fa_problem alone;
-        const fa_problem *of = problem; /* that has the entry, as its entry `at` */
-        int64_t at = b;
-        if (problem->sequences.given) { /* not packed, so that the entries before it do not matter */
-            fa_cpu_walk walk = {0, 0};
-            const fa_cpu_entry sequence = fa_cpu_next(problem, b, &walk);
-            fa_cpu_alone(problem, &sequence, &alone);
-            of = &alone, at = 0;
-        }
+        int64_t at = b; /* the entry, of `of` */
+        const fa_problem *of = fa_cpu_padded(problem, &at, &alone);
         for (int64_t h = first[1]; h < past[1]; h++)
             for (int64_t chunk = first[3]; chunk < past[3]; chunk++)
                 add_chunk(of, at, h, chunk, first[2], past[2], scratch);

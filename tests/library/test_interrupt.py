@@ -43,6 +43,10 @@ LONG = {
                      " page_table=ints(4, 250_000), seqlens_k=np.full(4, 1_000_000, 'i4'), kernel=kernel)",
     },
 }  # fmt: skip
+for _kernel, _rows in (("cpu_ref_backward", 3000), ("cpu_simd_backward", 20_000)):  # of each of eight packed sequences
+    _starts = f"np.arange(9, dtype='i4') * {_rows}"
+    LONG[_kernel]["sequences"] = (f"fa_ext.attention_backward(*[wide({8 * _rows}, 1, 128)] * 5, wide(1, {8 * _rows}), kernel=kernel,"
+                                  f" cu_seqlens_q={_starts}, cu_seqlens_k={_starts})")  # fmt: skip
 SCRIPT = """
 import signal, sys, threading, time
 import numpy as np
