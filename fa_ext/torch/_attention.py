@@ -107,7 +107,7 @@ def attention(
                 q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
                 check=check, kernel=kernel, batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
             )  # fmt: skip
-        serves = bool(indices) or q.dim() == 3 or k.dim() == 3  # not for (None, None) as k_range
+        serves = len(indices) > 0 or q.dim() == 3 or k.dim() == 3  # not for (None, None) as k_range
     layout = layout or "bhsd"
     differentiated = False
     if arrays:
