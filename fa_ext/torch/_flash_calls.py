@@ -38,6 +38,8 @@ def window(window_size, causal):
     """``window`` of attention: a bound below 0, or None, is no bound, and ``causal`` alone bounds the right."""
     if window_size is None:
         return None
+    if isinstance(window_size, (torch.Tensor, np.ndarray)):
+        window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}; accepted: a pair (left, right), where -1 or None is no bound")
     for bound in window_size:

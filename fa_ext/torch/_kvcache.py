@@ -14,14 +14,12 @@ def with_kvcache(
     """Writes k and v, where given, behind the first ``cache_seqlens`` keys of each sequence, and attends to all keys.
     ``given``: by ``_flash_calls.options``; ``table_name``: what the caller names ``table``."""
     refuse_derivatives("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    if table is not None and cache_batch_idx is not None:
-        raise ValueError(f"{table_name} and cache_batch_idx are given; accepted: one of them")
     _refuse_mixtures(k, v, cos, sin, cache_seqlens, cache_leftpad)
     of_q, of_new = calls.indices("cu_seqlens_q", cu_seqlens_q), calls.indices("cu_seqlens_k_new", cu_seqlens_k_new)
     batch = q.shape[0] if of_q is None else of_q.shape[0] - 1
-    table = calls.indices(table_name, table)
-    if cache_batch_idx is not None:
-        table = calls.indices("cache_batch_idx", cache_batch_idx)[:, None]  # a sequence is one page
+    table, of_cache = calls.indices(table_name, table), calls.indices("cache_batch_idx", cache_batch_idx)
+    if of_cache is not None:
+        table = of_cache[:, None] if table is None else table.index_select(0, of_cache)  # a row without a table is one page
     elif table is None and k_cache.shape[0] > batch:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     pages = {} if table is None else {"page_table": table}

@@ -19,14 +19,14 @@ def tensors(*numbers):
 
 
 class Caches:
-    """Caches whose rows nobody may read are NaN, and what sequence b holds before the call; stored dense, in rows of an index, or in
-    blocks."""
+    """Caches whose rows nobody may read are NaN, and what sequence b holds before the call; stored dense, in rows of an index, in
+    blocks, or in blocks of an index's rows."""
 
     def __init__(self, storage="dense", seed=0):
         self.storage = storage
         self.k, self.v = math.draw((B, CAPACITY, HK, D), (B, CAPACITY, HK, DV), seed=seed)
         self.index, self.table = tensors(4, 1, 2), torch.randperm(9, generator=torch.Generator().manual_seed(3)).view(B, 3).int()
-        shape = {"dense": (B, CAPACITY), "wider": (B + 2, CAPACITY), "index": (5, CAPACITY), "table": (9, PAGE)}[storage]
+        shape = {"dense": (B, CAPACITY), "wider": (B + 2, CAPACITY), "index": (5, CAPACITY)}.get(storage, (9, PAGE))
         self.given = [x.new_full((*shape, *x.shape[2:]), torch.nan) for x in (self.k, self.v)]
         for b, length in enumerate(LENGTHS):
             for cache, x in zip(self.given, (self.k, self.v), strict=True):
@@ -34,11 +34,15 @@ class Caches:
                     cache[self.at(b, j)] = x[b, j]
 
     def at(self, b, j):
-        if self.storage == "table":
+        if self.storage in ("table", "indexed table"):
             return self.table[b, j // PAGE].item(), j % PAGE
         return (self.index[b].item() if self.storage == "index" else b), j
 
     def where(self, table="block_table"):
+        if self.storage == "indexed table":
+            rows = self.table.new_full((5, 3), -1)
+            rows[self.index.long()] = self.table
+            return {table: rows, "cache_batch_idx": self.index}
         return {"index": {"cache_batch_idx": self.index}, "table": {table: self.table}}.get(self.storage, {})
 
     def holds(self, b, rows, begin=0):
@@ -52,7 +56,7 @@ def fresh():
     return q, k, v, angle.cos().double(), angle.sin().double()
 
 
-each_storage = pytest.mark.parametrize("storage", ["dense", "wider", "index", "table"])
+each_storage = pytest.mark.parametrize("storage", ["dense", "wider", "index", "table", "indexed table"])
 each_causal = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -226,7 +230,7 @@ def test_mixtures_are_refused_before_anything_is_written():
         ({"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": lengths}, ValueError, "rotary_cos is given without k"),
         ({"rotary_cos": cos, "rotary_sin": sin, "k": k, "v": v, "cache_seqlens": lengths, "cache_leftpad": lengths},
          NotImplementedError, "cache_leftpad is given with rotary_cos"),
-        ({"block_table": caches.table, "cache_batch_idx": caches.index}, ValueError, "block_table and cache_batch_idx are given"),
+        ({"block_table": caches.table, "cache_batch_idx": caches.index.float()}, TypeError, "cache_batch_idx has dtype torch.float32"),
         ({"cache_seqlens": lengths.float()}, TypeError, "cache_seqlens has dtype torch.float32"),
         ({"cache_seqlens": True}, TypeError, "cache_seqlens has type bool"),
         ({"cache_seqlens": lengths + CAPACITY}, ValueError, "seqlens_k"),

@@ -122,7 +122,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx, cache_leftpad : Tensor of (B,)
         Which row of the cache a sequence has, and its first key. ``cache_leftpad`` with rotary_cos is refused.
     block_table : Tensor of (B, blocks)
-        Blocks of each sequence in order.
+        Blocks of each sequence in order; with ``cache_batch_idx`` those of each row of the cache.
 
     Returns
     -------
