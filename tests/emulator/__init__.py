@@ -14,14 +14,16 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
 - races, by schedule: ``FA_EMULATOR_SEED`` other than 0 holds warps up and moves asynchronous copies and products to other
   moments. The order of the same seed is the same. Threads change at synchronisation alone, so that two accesses without
   any between them always run in one piece;
+- copies by a tensor map in global memory that the device has not published or the thread has not acquired since, and a map
+  that is published anew while a copy uses it;
 - with ``--races``, races in shared memory by the order that barriers give, whatever the schedule, those of copies by TMA and
   of products by wgmma included: both places are named.
 
 What does not: blocks that wait for each other (those of a cluster apart, one block runs after another, in an order of the
 seed, or as many as ``FA_EMULATOR_TOGETHER`` says at a time; a loop that only ends when another block goes on is stopped
-after 30 s), times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
-mathematics (but for tanh.approx), accumulation order inside a tensor core. Products and sums are contracted where nvcc
-contracts them, if the host has FMA. Only x86-64.
+after 30 s), times, bank conflicts, registers, memory models (fences do nothing but acquire tensor maps), the
+approximations of the hardware's mathematics (but for tanh.approx), accumulation order inside a tensor core. Products and
+sums are contracted where nvcc contracts them, if the host has FMA. Only x86-64.
 
 Environment of a call: ``FA_EMULATOR_SEED``; ``FA_EMULATOR_SMS``, multiprocessors in place of the described device's: with 1
 or 2, a persistent kernel walks over several tiles a block; ``FA_EMULATOR_TOGETHER``, how many blocks of a kernel without

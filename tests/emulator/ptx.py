@@ -49,6 +49,7 @@ INSTRUCTIONS = {
     r"mbarrier\.arrive\.shared(?:::cta)?\.b64": "mbarrier_arrive",
     r"mbarrier\.arrive\.expect_tx\.shared(?:::cta)?\.b64": "mbarrier_arrive_expect",
     r"mbarrier\.(?:try|test)_wait\.parity\.shared(?:::cta)?\.b64": "mbarrier_try_wait",
+    r"fence\.proxy\.tensormap::generic\.acquire\.(?:gpu|sys)": "::emu::tensor_map_acquire",
     r"fence\..*": "nothing",
     r"elect\.sync": "elect",
     r"setmaxnreg\..*": "nothing",
@@ -58,7 +59,11 @@ INSTRUCTIONS = {
     r"barrier\.cluster\.wait(?:\.acquire)?\.aligned": "::emu::cluster_wait",
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v[24]\.[fbu]32": "st_async",
     r"griddepcontrol\..*": "nothing",
-    # tensor copies
+    # tensor maps and copies
+    r"tensormap\.replace\.tile\.global_address\.shared::cta\.b1024\.b64": "::emu::tensor_map_replace_address",
+    r"tensormap\.replace\.tile\.global_dim\.shared::cta\.b1024\.b32": "::emu::tensor_map_replace_extent",
+    r"tensormap\.cp_fenceproxy\.global\.shared::cta\.tensormap::generic\.release\.(?:gpu|sys)\.sync\.aligned":
+        "::emu::tensor_map_publish",
     r"prefetch\.tensormap": "nothing",
     r"prefetch\.global\.L2": "nothing",
     r"cp\.async\.bulk\.prefetch\.tensor\.[1-5]d\.L2\.global(?:\.tile)?": "tensor_prefetch",

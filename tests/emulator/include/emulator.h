@@ -101,6 +101,13 @@ void copy_wait(unsigned pending);
 void copy_wait_all();
 void copy_arrive(uint32_t barrier);
 
+/* Maps that the device makes: changed in shared memory, published in global memory by a warp, acquired by each thread
+ * before it uses them. `bytes` is 128. */
+void tensor_map_replace_address(uint32_t map, const void *address);
+void tensor_map_replace_extent(uint32_t map, uint32_t axis, uint32_t extent);
+void tensor_map_publish(void *to, uint32_t from, unsigned bytes);
+void tensor_map_acquire(const void *map, unsigned bytes);
+
 struct TensorMap;
 void tensor_load(uint32_t to, const void *map, const int *at, int rank, uint32_t barrier);
 void tensor_store(const void *map, const int *at, int rank, uint32_t from);

@@ -148,12 +148,13 @@ void copy_arrive(uint32_t barrier) {
 
 /* ---- bulk copies and stores to other blocks ---- */
 
-static void defer(std::function<void()> action, Fiber *owner, uint64_t group, const char *what) {
+static void defer(std::function<void()> action, Fiber *owner, uint64_t group, const char *what,
+                  const void *map = nullptr) {
     const When when = draw_when();
     if (when == When::NOW)
         action();
     else
-        machine.pending.push_back({std::move(action), when == When::EARLY, owner, group, what});
+        machine.pending.push_back({std::move(action), when == When::EARLY, owner, group, what, map});
 }
 
 void tensor_move(const TensorMap &map, const int *at, uint32_t shared, bool store);
@@ -178,7 +179,7 @@ void tensor_load(uint32_t to, const void *opaque, const int *at, int rank, uint3
             tensor_move(map, place.data(), to, false);
             complete(barrier, tensor_bytes(map), launched);
         },
-        nullptr, 0, "bulk load");
+        nullptr, 0, "bulk load", opaque);
     perhaps_yield();
 }
 
@@ -191,7 +192,7 @@ void tensor_store(const void *opaque, const int *at, int rank, uint32_t from) {
     const std::array<int, 5> place = {at[0], rank > 1 ? at[1] : 0, rank > 2 ? at[2] : 0, rank > 3 ? at[3] : 0,
                                       rank > 4 ? at[4] : 0};
     defer([&map, place, from] { tensor_move(map, place.data(), from, true); }, &current(), current().bulk_group,
-          "bulk store");
+          "bulk store", opaque);
 }
 
 void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {

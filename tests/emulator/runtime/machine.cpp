@@ -17,7 +17,7 @@ Thread *self;
 Index block_dim, grid_dim, cluster_dim;
 Machine machine;
 
-constexpr size_t STACK_BYTES = 256 << 10, PAGE = 4096;
+constexpr size_t PAGE = 4096;
 
 /* Saves what a call must keep, then continues where `to` was saved. */
 extern "C" void emu_switch(void **from, void *to);
@@ -157,6 +157,7 @@ void Fiber::clear() {
     copies.assign(1, {});
     bulk_group = cluster_phase = wgmma_issued = 0;
     wgmma_groups.clear();
+    acquired.clear();
 }
 
 static void fiber_main() {

@@ -12,6 +12,7 @@
 namespace emu {
 
 constexpr unsigned WARP = 32, BARRIERS = 16;
+constexpr size_t STACK_BYTES = 256 << 10;
 
 struct Copy { // cp.async
     uint32_t to;
@@ -31,7 +32,8 @@ struct Fiber : Thread {
     std::vector<std::vector<Copy>> copies; // groups; the last one is open
     uint64_t bulk_group, cluster_phase;
     uint64_t wgmma_issued;
-    std::vector<uint32_t> clock; // race.cpp
+    std::map<const void *, uint64_t> acquired; // tensor maps in global memory, by the number of their publication
+    std::vector<uint32_t> clock;               // race.cpp
     uint16_t number;
     std::vector<uint64_t> wgmma_groups; // instructions issued when each was committed
     void clear();
@@ -101,6 +103,7 @@ struct Pending {
     Fiber *owner; // of a bulk store, with its group
     uint64_t group;
     const char *what;
+    const void *map = nullptr; // of a tensor copy
 };
 
 struct Machine {

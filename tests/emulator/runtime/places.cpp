@@ -14,7 +14,7 @@ constexpr int DEPTH = 12;
 static std::vector<uintptr_t> frames_of(const Fiber &fiber, uintptr_t instruction, const void *frame) {
     std::vector<uintptr_t> found;
     if (instruction) found.push_back(instruction);
-    const char *low = fiber.stack, *high = fiber.stack + (256 << 10) - 2 * sizeof(void *);
+    const char *low = fiber.stack, *high = fiber.stack + STACK_BYTES - 2 * sizeof(void *);
     const char *at = static_cast<const char *>(frame);
     while (found.size() < DEPTH && at > low && at < high && reinterpret_cast<uintptr_t>(at) % 8 == 0) {
         const uintptr_t *pair = reinterpret_cast<const uintptr_t *>(at);

@@ -19,6 +19,7 @@ struct TensorMap {
     char *data;
     uint64_t extent[5], stride[5]; // elements; bytes, stride[0] that of an element
     uint8_t box[5], spare[3];
+    uint64_t published; // the number of the publication that wrote this to global memory; 0 as the host encodes it
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 constexpr uint32_t MAGIC = 0x7e45ae0b;
@@ -55,12 +56,81 @@ CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t
     return CUDA_SUCCESS;
 }
 
+/* A parameter lies on the thread's stack. Any other map is one that the device published, and this thread acquired it
+ * since. */
+static void check_acquired(const void *opaque, const TensorMap &map) {
+    const Fiber &fiber = current();
+    const char *at = static_cast<const char *>(opaque);
+    if (at >= fiber.stack && at < fiber.stack + STACK_BYTES) return;
+    const auto found = fiber.acquired.find(opaque);
+    if (map.published && found != fiber.acquired.end() && found->second == map.published) return;
+    fail("the tensor map at %p %s\n%s", opaque,
+         map.published ? "is used by a thread that has not acquired it since it was published"
+                       : "is used, but is no parameter and was not published",
+         place_of(fiber, nullptr).c_str());
+}
+
 const TensorMap &tensor_map(const void *opaque, int rank) {
     const TensorMap &map = *static_cast<const TensorMap *>(opaque);
     if (reinterpret_cast<uintptr_t>(opaque) % 64) fail("a tensor map at %p: not aligned to 64 bytes", opaque);
     if (map.magic != MAGIC) fail("a tensor map that was not encoded");
     if (int(map.rank) != rank) fail("a tensor map of %u axes where the instruction names %d", map.rank, rank);
+    check_acquired(opaque, map);
     return map;
+}
+
+/* ---- maps that the device makes ---- */
+
+static TensorMap &map_to_change(uint32_t shared) {
+    TensorMap &map = *static_cast<TensorMap *>(shared_pointer(shared, sizeof(CUtensorMap), sizeof(CUtensorMap)));
+    race_access(current(), shared, sizeof(CUtensorMap), true, __builtin_return_address(0));
+    if (map.magic != MAGIC) fail("tensormap.replace: shared address %#x holds no tensor map", shared);
+    return map;
+}
+
+void tensor_map_replace_address(uint32_t shared, const void *address) {
+    if (!address || reinterpret_cast<uintptr_t>(address) % 16)
+        fail("tensormap.replace: the address %p is no multiple of 16 bytes", address);
+    map_to_change(shared).data = static_cast<char *>(const_cast<void *>(address));
+}
+
+void tensor_map_replace_extent(uint32_t shared, uint32_t axis, uint32_t extent) {
+    TensorMap &map = map_to_change(shared);
+    if (axis >= map.rank) fail("tensormap.replace: axis %u of a map of %u", axis, map.rank);
+    if (!extent) fail("tensormap.replace: axis %u gets no elements", axis);
+    map.extent[axis] = extent;
+}
+
+void tensor_map_publish(void *to, uint32_t from, unsigned bytes) {
+    static uint64_t publications;
+    struct Slot {
+        void *to;
+        uint32_t from;
+    } slot = {to, from};
+    if (bytes != sizeof(CUtensorMap)) fail("tensormap.cp_fenceproxy of %u bytes", bytes);
+    together("tensormap.cp_fenceproxy", ~0u, slot, [](Slot *const(&lane)[32]) {
+        const Slot one = *lane[0];
+        for (const Slot *each : lane)
+            if (each->to != one.to || each->from != one.from)
+                fail("tensormap.cp_fenceproxy: the lanes of a warp name different maps");
+        if (reinterpret_cast<uintptr_t>(one.to) % sizeof(CUtensorMap))
+            fail("tensormap.cp_fenceproxy to %p: not aligned to %zu bytes", one.to, sizeof(CUtensorMap));
+        for (const Pending &pending : machine.pending)
+            if (pending.map == one.to)
+                fail("the tensor map at %p is published anew before a %s that uses it was done", one.to, pending.what);
+        CUtensorMap copy;
+        read_shared(self->lane, &copy, one.from, sizeof copy);
+        TensorMap &map = reinterpret_cast<TensorMap &>(copy);
+        if (map.magic != MAGIC) fail("tensormap.cp_fenceproxy: shared address %#x holds no tensor map", one.from);
+        map.published = ++publications;
+        memcpy(one.to, &copy, sizeof copy);
+    });
+}
+
+void tensor_map_acquire(const void *opaque, unsigned bytes) {
+    if (bytes != sizeof(CUtensorMap) || reinterpret_cast<uintptr_t>(opaque) % sizeof(CUtensorMap))
+        fail("fence.proxy.tensormap of %u bytes at %p: maps are of %zu", bytes, opaque, sizeof(CUtensorMap));
+    current().acquired[opaque] = static_cast<const TensorMap *>(opaque)->published;
 }
 
 uint32_t tensor_bytes(const TensorMap &map) {
