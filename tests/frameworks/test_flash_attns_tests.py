@@ -41,12 +41,15 @@ def test_sets_are_drawn():
     assert len(flash_attns_tests.drawn([SimpleNamespace(args=("a", range(10_000)))] * 4, 3, None, random.Random(0))[1]) == 3
 
 
-def test_what_is_a_refusal():
-    """A NotImplementedError of fa_ext by name; the same words of another kind, or other words, are failures."""
+def test_what_is_an_exception():
+    """A NotImplementedError of fa_ext by name, and rounding where the file wants exactly 0; all else is a failure."""
     words = "return_attn_probs is True with dropout_p > 0, whose weights fa_ext does not return"
-    assert flash_attns_tests.refusal(NotImplementedError(words)) == "the weights of dropout"
-    assert flash_attns_tests.refusal(RuntimeError(words)) is None
-    assert flash_attns_tests.refusal(NotImplementedError("another")) is None
+    assert flash_attns_tests.exception(NotImplementedError(words)) == "refused: the weights of dropout"
+    assert flash_attns_tests.exception(RuntimeError(words)) is None
+    assert flash_attns_tests.exception(NotImplementedError("another")) is None
+    for found, bound, allowed in (("1.1e-06", "0.0", True), ("2e-05", "0.0", False), ("nan", "0.0", False), ("1e-06", "1e-07", False)):
+        error = AssertionError(f"assert {found} <= ((2 * {bound}) + 0.0)\n +  where {found} = ...")
+        assert (flash_attns_tests.exception(error) is not None) == allowed
 
 
 def test_files_of_another_version_are_told(tmp_path):
