@@ -6,6 +6,10 @@ import torch
 from ._attention import attention
 
 
+_VERSIONS = (2, 3, 4)
+_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+
+
 def refuse(**given):
     """Raises a NotImplementedError for the first argument that is not None."""
     for name, x in given.items():
@@ -16,6 +20,18 @@ def refuse(**given):
 def refuse_chunk(attention_chunk):
     if attention_chunk:
         raise NotImplementedError(f"attention_chunk is {attention_chunk}, which fa_ext does not implement; accepted: 0")
+
+
+def refuse_8_bits(**given):
+    for name, x in given.items():
+        if x is not None and x.dtype in _8_BITS:
+            raise NotImplementedError(f"{name} has dtype {x.dtype}, which fa_ext does not implement; accepted: 16 bits or more")
+
+
+def refuse_version(name, version):
+    """One function answers to all versions of FlashAttention that there are."""
+    if version not in _VERSIONS:
+        raise ValueError(f"{name} is {version!r}; accepted: {', '.join(map(str, _VERSIONS))}")
 
 
 def options(causal, window_size, softmax_scale, softcap, **others):

@@ -1,7 +1,7 @@
 """FlashAttention 2's Python interface, on fa_ext: ``from fa_ext.torch.flash_attn import flash_attn_func``.
 
 ``install()`` makes ``import flash_attn`` itself mean this package. The interface of FlashAttention 3 is
-``fa_ext.torch.flash_attn_interface``, that of vLLM's copy ``fa_ext.torch.vllm_flash_attn``.
+``fa_ext.torch.flash_attn_interface``, those of vLLM's and SGLang's copies ``fa_ext.torch.vllm_flash_attn`` and ``.sgl_flash_attn``.
 """
 
 from ._install import install, uninstall

@@ -1,4 +1,5 @@
-"""The signatures of FlashAttention's functions: names, order and defaults, as FlashAttention 2.8, FlashAttention 3 and vLLM have them."""
+"""The signatures of FlashAttention's functions: names, order and defaults, as FlashAttention 2.8, FlashAttention 3, vLLM and SGLang
+have them."""
 
 # fmt: off
 import torch
@@ -99,8 +100,10 @@ class VllmFlashAttention:
     def flash_attn_varlen_func(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None,
                                dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None,
                                deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None,
-                               scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, fa_version=2,
-                               s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None): ...
+                               scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0,
+                               output_scale=None, fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None,
+                               mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_tensor_leading_dims=None,
+                               dynamic_causal=None): ...
 
     def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
                                qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
@@ -110,3 +113,21 @@ class VllmFlashAttention:
     def is_fa_version_supported(fa_version, device=None): ...
 
     def fa_version_unsupported_reason(fa_version, device=None): ...
+
+
+class SglFlashAttention:
+    """sgl_kernel.flash_attn"""
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+                                cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+                                max_seqlen_q=None, max_seqlen_k=None, rotary_seqlens=None, q_descale=None, k_descale=None,
+                                v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None,
+                                softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+                                return_softmax_lse=False, sinks=None, ver=3): ...
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None,
+                               page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+                               v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
+                               sm_margin=0, return_softmax_lse=False, sinks=None, ver=3): ...
+
+    def is_fa3_supported(device=None): ...

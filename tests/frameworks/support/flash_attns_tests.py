@@ -27,9 +27,9 @@ FILES = {
     "test_util.py": "hopper/test_util.py",
     "padding.py": "hopper/padding.py",
 }
-#: What FlashAttention's file for Hopper leaves out for builds without it: 8-bit tensors are refused.
+#: Switches of FlashAttention's file for Hopper, for builds without a feature: fa_ext refuses 8-bit tensors.
 VARIABLES = {"FLASH_ATTENTION_DISABLE_FP8": "TRUE"}
-#: What the copies have changed, with the reason. Each text must be there.
+#: Changes in the copies, with the reason. Each text must be there.
 CHANGES = {
     "test_flash_attn_2.py": {
         "from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM": (
@@ -157,7 +157,7 @@ class Sample:
 
 
 def stand_in_for_cuda():
-    """What the files ask of a GPU as they are imported."""
+    """Answers to all that the files ask of a GPU as they are imported."""
     import torch
 
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
