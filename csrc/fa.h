@@ -284,8 +284,16 @@ typedef struct fa_append {
     bool interleaved; /* pairs are neighbours, not half of R apart */
 } fa_append;
 
+/* Ids of documents -> where documents begin, as starts of packed sequences (documents.h). */
+typedef struct fa_documents {
+    fa_operand ids;    /* (B, S) in stride[0] and stride[1], of `dtype`: FA_I32 or FA_I64 */
+    fa_operand starts; /* (count + 1) in stride[0], int32; data may be NULL while only planning */
+    int64_t batch, seq, count;
+    fa_dtype dtype;
+} fa_documents;
+
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_BACKWARD, FA_MERGE, FA_APPEND, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_BACKWARD, FA_MERGE, FA_APPEND, FA_DOCUMENTS, FA_OP_COUNT } fa_op;
 
 /* Features that a problem may ask for and a kernel may lack, a bit each: features.def. */
 enum fa_feature_number {
@@ -301,7 +309,7 @@ enum fa_feature {
 };
 
 /* Kinds of bad contents, by which the part of the array that they make meaningless is replaced or hidden. */
-#define FA_FAULTS(X) X(length) X(cu_seqlens) X(page) X(slot) X(position)
+#define FA_FAULTS(X) X(length) X(cu_seqlens) X(page) X(slot) X(position) X(documents)
 
 typedef enum fa_fault_kind {
 #define FA_ENUM(name) FA_FAULT_##name,
@@ -325,8 +333,9 @@ typedef struct fa_problem {
         fa_backward backward;
         fa_merge merge;
         fa_append append;
+        fa_documents documents;
     };
-    fa_sequences sequences; /* what the batch entries are, but of a merge */
+    fa_sequences sequences; /* what the batch entries are, but of a merge and of documents */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
     fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */
     bool (*stopped)(void);  /* see fa_stopped(); NULL: the call is not stopped */

@@ -2,7 +2,8 @@
 
 ``attention(q, k, v, ...)`` runs hand-written C and CUDA kernels on the arrays it is given and returns the result in the
 caller's own kind; ``attention_backward(dout, q, k, v, out, lse, ...)`` its gradients. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
-holds a call against float64, ``merge()`` joins results over parts of the keys, ``to_device()`` and ``to_numpy()`` copy.
+holds a call against float64, ``merge()`` joins results over parts of the keys, ``documents()`` makes sequences of ids,
+``to_device()`` and ``to_numpy()`` copy.
 """
 
 import importlib
@@ -29,9 +30,11 @@ try:
         append,
         attention,
         attention_backward,
+        documents,
         explain,
         explain_append,
         explain_backward,
+        explain_documents,
         explain_merge,
         faults,
         kernels,
@@ -57,10 +60,12 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "documents",
     "dropout_keep",
     "explain",
     "explain_append",
     "explain_backward",
+    "explain_documents",
     "explain_merge",
     "faults",
     "get_include",

@@ -367,6 +367,35 @@ def explain_append(
     stream: Any = None,
     kernel: str | None = None,
 ) -> tuple[str | None, dict[str, str]]: ...
+@overload
+def documents(
+    ids: _Array,
+    *,
+    count: int | None = None,
+    out: None = None,
+    check: bool | None = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> _Array: ...
+@overload
+def documents(
+    ids: Any,
+    *,
+    count: int | None = None,
+    out: _Out,
+    check: bool | None = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> _Out: ...
+def explain_documents(
+    ids: Any,
+    *,
+    count: int | None = None,
+    out: Any = None,
+    check: bool | None = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> tuple[str | None, dict[str, str]]: ...
 def workspace_size(
     q: Any,
     k: Any,
@@ -403,7 +432,7 @@ def faults(
     clear: bool = True,
 ) -> list[tuple[str, int, int, int, int]]: ...
 def kernels(
-    operation: Literal["attention", "backward", "merge", "append"] = "attention",
+    operation: Literal["attention", "backward", "merge", "append", "documents"] = "attention",
 ) -> tuple[str, ...]: ...
 def to_device(
     array: np.ndarray[Any, Any],

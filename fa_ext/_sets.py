@@ -74,6 +74,7 @@ COSTS = {
     "wmma": Cost(7.2),
     "merge": Cost(0, 7.9),
     "append": Cost(0, 3.8),
+    "documents": Cost(0, 1.0),
     "cublas": Cost(0, 4.3),
     "minimal": Cost(0, 1.1),
 }
@@ -115,6 +116,7 @@ BUDGET = {
     "wmma": Budget(2, 2, 16),
     "merge": Budget(0, 0, 13),
     "append": Budget(0, 0, 6),
+    "documents": Budget(0, 0, 3),
     "cublas": Budget(0, 0, 15),
     "minimal": Budget(0, 0, 6),
 }

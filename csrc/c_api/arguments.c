@@ -11,6 +11,7 @@
 #include "problem/append.h"
 #include "problem/backward.h"
 #include "problem/check.h"
+#include "problem/documents.h"
 #include "problem/forward.h"
 #include "problem/merge.h"
 #include "problem/operands.h"
@@ -345,11 +346,29 @@ static fa_code prepare_append(const void *arguments, fa_capi_call *c, fa_status 
     return fa_dispatch_append(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
 }
 
+static fa_code prepare_documents(const void *arguments, fa_capi_call *c, fa_status *status) {
+    fa_ext_documents given;
+    fa_documents_request request = {0};
+    fa_view ids, out;
+    FA_TRY(GROWN_STRUCT(fa_ext_documents, reserved, arguments, &given, status));
+    FA_TRY(read_check(given.check, given.reserved, c, status));
+    if (!given.ids || !given.out)
+        return fa_fail(status, FA_EVALUE, "%s is NULL; accepted: an array", given.ids ? "out" : "ids");
+    FA_TRY(read_array("ids", given.ids, 0, c, &ids, status));
+    FA_TRY(read_array("out", given.out, 1, c, &out, status));
+    request.ids = &ids;
+    request.forward.out = &out;
+    FA_TRY(fa_documents_build(&request, &c->problem, status));
+    FA_TRY(fa_device_info_get(c->context, c->problem.device, &c->info, status));
+    return fa_plan_make(&c->problem, c->info, c->forced, &c->plan, status);
+}
+
 fa_code fa_capi_prepare(const void *arguments, fa_capi_call *c, fa_status *status) {
     switch (c->op) {
     case FA_FORWARD: return prepare_forward(arguments, c, status);
     case FA_BACKWARD: return prepare_backward(arguments, c, status);
     case FA_APPEND: return prepare_append(arguments, c, status);
+    case FA_DOCUMENTS: return prepare_documents(arguments, c, status);
     default: return prepare_merge(arguments, c, status);
     }
 }

@@ -144,6 +144,10 @@ static int run_append(const fa_ext_append *arguments, const fa_ext_run *run) {
     return fa_capi_run(FA_APPEND, arguments, run, false);
 }
 
+static int run_documents(const fa_ext_documents *arguments, const fa_ext_run *run) {
+    return fa_capi_run(FA_DOCUMENTS, arguments, run, false);
+}
+
 static fa_code ask_workspace(const void *arguments, fa_capi_call *c, size_t *bytes, fa_status *status) {
     *bytes = 0;
     for (c->alignment = WORKSPACE_UNIT; c->alignment; c->alignment /= 2) {
@@ -158,14 +162,15 @@ static int ask(int operation, const void *arguments, const fa_ext_run *run, size
     static const fa_op operations[] = {[FA_EXT_FORWARD] = FA_FORWARD,
                                        [FA_EXT_BACKWARD] = FA_BACKWARD,
                                        [FA_EXT_MERGE] = FA_MERGE,
-                                       [FA_EXT_APPEND] = FA_APPEND};
-    const bool known = operation >= FA_EXT_FORWARD && operation <= FA_EXT_APPEND;
+                                       [FA_EXT_APPEND] = FA_APPEND,
+                                       [FA_EXT_DOCUMENTS] = FA_DOCUMENTS};
+    const bool known = operation >= FA_EXT_FORWARD && operation <= FA_EXT_DOCUMENTS;
     fa_capi_call c;
     fa_status status;
     fa_code code = begin(run, known ? operations[operation] : FA_FORWARD, &c, &status);
     if (code == FA_OK && !known)
         code = fa_fail(&status, FA_EVALUE, "operation is %d; accepted: a value of fa_ext_operation, %d to %d",
-                       operation, FA_EXT_FORWARD, FA_EXT_APPEND);
+                       operation, FA_EXT_FORWARD, FA_EXT_DOCUMENTS);
     if (code == FA_OK && !bytes) code = fa_fail(&status, FA_EVALUE, "bytes is NULL; accepted: where the answer goes");
     if (code == FA_OK) code = ask_workspace(arguments, &c, bytes, &status);
     return finish(&c, code, &status);
@@ -248,6 +253,7 @@ const fa_ext_api fa_capi = {
     .append = run_append,
     .dropout_keep = run_dropout_keep,
     .faults = run_faults,
+    .documents = run_documents,
 };
 
 const fa_ext_api *fa_capi_table(fa_context *context) {

@@ -49,6 +49,7 @@ const fa_kernel *fa_kernel_find(fa_op op, const char *name) {
 
 static fa_dtype dtype_of(const fa_problem *problem) {
     if (problem->op == FA_MERGE) return problem->merge.dtype;
+    if (problem->op == FA_DOCUMENTS) return problem->documents.dtype;
     return problem->op == FA_APPEND ? problem->append.dtype : problem->forward.dtype;
 }
 

@@ -98,10 +98,13 @@ fa_code fa_faults_check(const fa_faults *faults, fa_status *status) {
         case FA_FAULT_slot:
             return fa_fail(status, FA_EVALUE, "slots[%lld] is %lld, which is beyond the caches (%lld such in all)",
                            index, value, count);
-        default:
+        case FA_FAULT_position:
             return fa_fail(status, FA_EVALUE,
                            "row %lld of k has position %lld, which is outside rotary's tables (%lld such in all)",
                            index, value, count);
+        default:
+            return fa_fail(status, FA_EVALUE, "ids hold %lld documents, but count is %lld; accepted: at most as many",
+                           value, index);
         }
     }
     return FA_OK;

@@ -6,7 +6,8 @@
 #include "fa.h"
 
 /* How many of a kind, and the first: its sequence, where in the array it stands, and what it is. For lengths and starts
- * `index` is 0 for the array of q and 1 for that of k; for pages the column of the table; else the row of k. */
+ * `index` is 0 for the array of q and 1 for that of k; for pages the column of the table; for documents, which are
+ * counted once a call, how many there may be; else the row of k. */
 typedef struct fa_fault {
     int64_t count;
     int64_t sequence, index, value;

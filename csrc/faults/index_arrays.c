@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "device/device.h"
+#include "documents.h"
 #include "tokens.h"
 
 enum { ARRAYS = 9 };
@@ -16,7 +17,8 @@ typedef struct piece {
 } piece;
 
 bool fa_contents_given(const fa_problem *problem) {
-    return problem->op == FA_APPEND || (problem->op != FA_MERGE && problem->sequences.given);
+    return problem->op == FA_APPEND || problem->op == FA_DOCUMENTS ||
+           (problem->op != FA_MERGE && problem->sequences.given);
 }
 
 /* Adds those in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
@@ -73,9 +75,19 @@ static void append_faults(const fa_problem *problem, fa_faults *faults) {
     }
 }
 
+static void documents_faults(const fa_problem *problem, fa_faults *faults) {
+    const fa_documents *p = &problem->documents;
+    int64_t found = 0;
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t n = 0; n < p->seq; n++) found += fa_document_begins(p, b, n);
+    if (found > p->count) fa_fault_add(faults, FA_FAULT_documents, -1, p->count, found);
+}
+
 void fa_contents_faults(const fa_problem *problem, fa_faults *faults) {
     if (problem->op == FA_APPEND)
         append_faults(problem, faults);
+    else if (problem->op == FA_DOCUMENTS)
+        documents_faults(problem, faults);
     else
         attention_faults(problem, faults);
 }
@@ -88,8 +100,18 @@ static void add(piece *pieces, int *count, const void *place, int64_t rows, int6
     pieces[(*count)++] = (piece){pointer, last < 0 ? last : 0, (last > 0 ? last : 0) + columns, item};
 }
 
+/* Ids of any strides. */
+static int collect_ids(fa_documents *p, piece *ids) {
+    const int64_t last[2] = {(p->batch - 1) * p->ids.stride[0], (p->seq - 1) * p->ids.stride[1]};
+    *ids = (piece){(const void **)(uintptr_t)&p->ids.data, 0, 1, p->dtype == FA_I64 ? 8 : 4};
+    if (p->batch < 1 || p->seq < 1) return 0;
+    for (int axis = 0; axis < 2; axis++) *(last[axis] < 0 ? &ids->low : &ids->high) += last[axis];
+    return 1;
+}
+
 /* The arrays of a problem, which is a copy: its pointers will be others. */
 static int collect(fa_problem *problem, piece pieces[ARRAYS]) {
+    if (problem->op == FA_DOCUMENTS) return collect_ids(&problem->documents, pieces);
     const bool append = problem->op == FA_APPEND;
     fa_sequences *s = &problem->sequences;
     const int64_t batch = append ? problem->append.batch : problem->forward.batch;

@@ -7,7 +7,7 @@
 /* Whether a problem has index arrays. */
 bool fa_contents_given(const fa_problem *problem);
 
-/* Adds the faults of a forward or an append problem on the CPU to `faults`. */
+/* Adds the faults of a problem on the CPU to `faults`. */
 void fa_contents_faults(const fa_problem *problem, fa_faults *faults);
 
 /* The same of a problem on the current device: copies the arrays to the host, after the work on `stream`, and waits. */

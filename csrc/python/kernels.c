@@ -13,8 +13,7 @@
 #include "cpu/cpu_simd.h"
 
 static fa_code read_operation(PyObject *value, fa_op *op, fa_status *status) {
-    static const char *const names[FA_OP_COUNT] = {
-        [FA_FORWARD] = "attention", [FA_BACKWARD] = "backward", [FA_MERGE] = "merge", [FA_APPEND] = "append"};
+    static const char *const names[FA_OP_COUNT] = FA_OPERATION_NAMES;
     const char *accepted = fa_parameters[FA_ARG_operation].doc;
     *op = FA_FORWARD;
     for (int n = 0; n < FA_OP_COUNT && value; n++) {

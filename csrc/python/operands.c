@@ -21,8 +21,7 @@ static PyStructSequence_Desc description = {"fa_ext._core.Operand", "A line of c
 
 /* Names of the operations that use an operand, in one way or the other. */
 static PyObject *operations(const fa_operand_line *line, fa_use use, fa_use use_opt) {
-    static const char *const names[FA_OP_COUNT] = {
-        [FA_FORWARD] = "attention", [FA_BACKWARD] = "backward", [FA_MERGE] = "merge", [FA_APPEND] = "append"};
+    static const char *const names[FA_OP_COUNT] = FA_OPERATION_NAMES;
     PyObject *list = PyList_New(0), *tuple;
     for (int op = 0; list && op < FA_OP_COUNT; op++) {
         if (line->use[op] != use && line->use[op] != use_opt) continue;

@@ -15,6 +15,8 @@
     X(explain_merge)                                                                                                   \
     X(append)                                                                                                          \
     X(explain_append)                                                                                                  \
+    X(documents)                                                                                                       \
+    X(explain_documents)                                                                                               \
     X(workspace_size)                                                                                                  \
     X(faults)                                                                                                          \
     X(kernels)                                                                                                         \
@@ -37,6 +39,7 @@ enum {
     IN_BACKWARD = 1 << FA_FN_attention_backward | IN_EXPLAIN_BACKWARD,
     IN_MERGE = 1 << FA_FN_merge | 1 << FA_FN_explain_merge,
     IN_APPEND = 1 << FA_FN_append | 1 << FA_FN_explain_append,
+    IN_DOCUMENTS = 1 << FA_FN_documents | 1 << FA_FN_explain_documents,
     IN_FAULTS = 1 << FA_FN_faults,
     IN_KERNELS = 1 << FA_FN_kernels,
     IN_TO_DEVICE = 1 << FA_FN_to_device,

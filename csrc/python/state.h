@@ -47,11 +47,16 @@
     X(strides)                                                                                                         \
     X(ndim) X(typestr) X(version) X(max_version) X(from_dlpack) X(mask) X(stream) X(__objclass__) X(_c_contiguous)
 
-/* The environment variables that force a kernel, by fa_op. */
+/* The names of operations in Python, and the environment variables that force their kernels, by fa_op. */
+#define FA_OPERATION_NAMES                                                                                             \
+    {                                                                                                                  \
+        [FA_FORWARD] = "attention", [FA_BACKWARD] = "backward", [FA_MERGE] = "merge", [FA_APPEND] = "append",          \
+        [FA_DOCUMENTS] = "documents"                                                                                   \
+    }
 #define FA_KERNEL_VARIABLES                                                                                            \
     {                                                                                                                  \
         [FA_FORWARD] = "FA_EXT_KERNEL", [FA_BACKWARD] = "FA_EXT_KERNEL_BACKWARD", [FA_MERGE] = "FA_EXT_KERNEL_MERGE",  \
-        [FA_APPEND] = "FA_EXT_KERNEL_APPEND"                                                                           \
+        [FA_APPEND] = "FA_EXT_KERNEL_APPEND", [FA_DOCUMENTS] = "FA_EXT_KERNEL_DOCUMENTS"                               \
     }
 #define FA_CHECK_VARIABLE "FA_EXT_CHECK"
 

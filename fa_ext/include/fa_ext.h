@@ -187,6 +187,16 @@ typedef struct fa_ext_append {
     int32_t reserved;                             /* 0 */
 } fa_ext_append;
 
+/* Ids of documents -> the starts of packed sequences: a document is a run of equal ids in a row, and rows end
+ * documents. What is left of the starts is B * S. More documents than `out` has room for are bad contents of `ids`. */
+typedef struct fa_ext_documents {
+    size_t size;             /* sizeof(fa_ext_documents) */
+    const fa_ext_array *ids; /* (B, S) or (S,), int32 or int64 */
+    const fa_ext_array *out; /* result: (count + 1,), int32, for `count` documents at most */
+    int32_t check;           /* fa_ext_check */
+    int32_t reserved;        /* 0 */
+} fa_ext_documents;
+
 /* The mask of dropout for a call of this shape. */
 typedef struct fa_ext_dropout_keep {
     size_t size;                   /* sizeof(fa_ext_dropout_keep) */
@@ -199,11 +209,13 @@ enum fa_ext_fault_kind {
     FA_EXT_FAULT_CU_SEQLENS = 1,
     FA_EXT_FAULT_PAGE = 2,
     FA_EXT_FAULT_SLOT = 3,
-    FA_EXT_FAULT_POSITION = 4
+    FA_EXT_FAULT_POSITION = 4,
+    FA_EXT_FAULT_DOCUMENTS = 5 /* of documents(): counted once a call */
 };
 
 /* How many of a kind were met, and the first of them: its sequence (-1: none), where in the array it stands (lengths
- * and starts: 0 for the array of q, 1 for that of k; pages: the column; else the row of k), and what it is. */
+ * and starts: 0 for the array of q, 1 for that of k; pages: the column; documents: how many there may be; else the row
+ * of k), and what it is (documents: how many there are). */
 typedef struct fa_ext_fault {
     int64_t count;
     int64_t sequence, index, value;
@@ -229,7 +241,13 @@ typedef struct fa_ext_run {
     size_t message_bytes;
 } fa_ext_run;
 
-enum fa_ext_operation { FA_EXT_FORWARD = 0, FA_EXT_BACKWARD = 1, FA_EXT_MERGE = 2, FA_EXT_APPEND = 3 };
+enum fa_ext_operation {
+    FA_EXT_FORWARD = 0,
+    FA_EXT_BACKWARD = 1,
+    FA_EXT_MERGE = 2,
+    FA_EXT_APPEND = 3,
+    FA_EXT_DOCUMENTS = 4
+};
 
 /* Entries come in this order for ever. */
 typedef struct fa_ext_api {
@@ -239,15 +257,16 @@ typedef struct fa_ext_api {
     int (*forward)(const fa_ext_forward *arguments, const fa_ext_run *run);
     int (*backward)(const fa_ext_backward *arguments, const fa_ext_run *run);
     /* Bytes that `run->workspace` needs for a call with these arguments: a fa_ext_forward, fa_ext_backward,
-     * fa_ext_merge or fa_ext_append. Validates them as the call does, but reads no pointer to data: any may be NULL.
-     * The answer is the largest for data at multiples of 256 bytes, of the item's size and of what is between; for the
-     * kernel, the machine and (on the CPU) the number of threads of this moment. 0: none is needed. */
+     * fa_ext_merge, fa_ext_append or fa_ext_documents. Validates them as the call does, but reads no pointer to data:
+     * any may be NULL. The answer is the largest for data at multiples of 256 bytes, of the item's size and of what is
+     * between; for the kernel, the machine and (on the CPU) the number of threads of this moment. 0: none is needed. */
     int (*workspace)(int operation, const void *arguments, const fa_ext_run *run, size_t *bytes);
     int (*merge)(const fa_ext_merge *arguments, const fa_ext_run *run);
     int (*append)(const fa_ext_append *arguments, const fa_ext_run *run);
     /* These two have no kernel, no stream and no workspace: of `run` the message counts. */
     int (*dropout_keep)(const fa_ext_dropout_keep *arguments, const fa_ext_run *run);
     int (*faults)(const fa_ext_faults *arguments, const fa_ext_run *run);
+    int (*documents)(const fa_ext_documents *arguments, const fa_ext_run *run);
 } fa_ext_api;
 
 /* Whether the running version's table has an entry. */

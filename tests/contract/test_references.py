@@ -50,6 +50,7 @@ row_lse, sink, names = lses[0], np.zeros(2, np.float32), ("v", "q", "k")
 device = {"cc": 90, "sm_count": 132, "smem_per_block": 232448, "smem_per_sm": 233472, "l2_bytes": 50 << 20, "tensor_maps": True}
 capsules = [Producer(array) for array in (q, k, v)]
 tensors, refused = [kind(array) for array in (q, k, v)], failing(q)
+ids, starts = np.arange(4), np.zeros(5, np.int32)
 late, early, dtype, bad = Array(k, "capsule"), Array(k, "device"), q.astype(np.int16), interface(typestr="<i2")
 
 CALLS = {
@@ -69,6 +70,9 @@ CALLS = {
     "merge, shape": (lambda: fa_ext.merge([q, k[:, :1]], lses), ValueError),
     "merge, keyword": (lambda: fa_ext.merge([q, k], lses, nothing=window), TypeError),
     "merge, overlap": (lambda: fa_ext.merge([q, k], lses, out=k), ValueError),
+    "documents": (lambda: fa_ext.documents(ids, out=starts), None),
+    "documents, explained": (lambda: fa_ext.explain_documents(ids, kernel="cpu_documents"), None),
+    "documents, too many": (lambda: fa_ext.documents(ids, count=1), ValueError),
     "backward": (lambda: fa_ext.attention_backward(q, q, k, v, q, row_lse, wrt=names, grads=[None, pair[0], None]), None),
     "backward, sinks": (lambda: fa_ext.attention_backward(None, q, k, v, q, row_lse, dlse=row_lse, sinks=sink, wrt=["sinks"]), None),
     "backward, capsules": (lambda: fa_ext.attention_backward(q, *capsules, q, row_lse), None),
@@ -91,7 +95,7 @@ CALLS = {
     "overlap": (lambda: fa_ext.attention(q, k, v, out=q), ValueError),
     "to_device": (lambda: fa_ext.to_device(q, device="0"), TypeError),
 }
-HELD = [q, k, v, *lses, sink, names, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
+HELD = [ids, starts, q, k, v, *lses, sink, names, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
 
 
 @pytest.mark.parametrize("name", CALLS)

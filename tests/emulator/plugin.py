@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-OPERATIONS = ("attention", "backward", "merge", "append")  # by fa_op
+OPERATIONS = ("attention", "backward", "merge", "append", "documents")  # by fa_op
 
 
 def pytest_addoption(parser):

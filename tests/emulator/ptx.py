@@ -58,6 +58,7 @@ INSTRUCTIONS = {
     r"barrier\.cluster\.arrive(?:\.relaxed|\.release)?\.aligned": "::emu::cluster_arrive",
     r"barrier\.cluster\.wait(?:\.acquire)?\.aligned": "::emu::cluster_wait",
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v[24]\.[fbu]32": "st_async",
+    r"st\.shared::cluster\.u32": r"st_shared<uint32_t>",
     r"griddepcontrol\..*": "nothing",
     # tensor maps and copies
     r"tensormap\.replace\.tile\.global_address\.shared::cta\.b1024\.b64": "::emu::tensor_map_replace_address",

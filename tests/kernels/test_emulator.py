@@ -23,6 +23,7 @@ from fa_ext import _build
 from fa_ext.judge.merge import judge_merge
 from tests import emulator
 from tests.contract import gradients, lse_views, runner
+from tests.contract.devices import DEVICES
 from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
 pytestmark = pytest.mark.skipif(
@@ -335,6 +336,18 @@ def merged(kernel, parts=3, seed=0, in_place=False, level=None):
 @pytest.mark.parametrize("in_place", (False, True))
 def test_merge(emulated, seed, parts, in_place):
     assert merged(emulated("merge"), parts, seed, in_place)
+
+
+@pytest.mark.parametrize("device", ("h200", "a100"))
+def test_documents(emulated, seed, device):
+    """By a cluster, and by one block alone."""
+    kernel = emulated("documents", device, device=DEVICES[device], races=True)
+    for shape, dtype in (((1,), np.int32), ((2, 0), np.int64), ((3, 4001), np.int64), ((30_000,), np.int32), ((1500, 1), np.int32)):
+        rng = np.random.default_rng([seed, *shape])
+        ids = np.cumsum(rng.random(shape) < rng.choice((0.9, 0.01)), axis=-1).astype(dtype)
+        for count in (None, 7, 9000):
+            wanted = fa_ext.documents(ids, count=count, check=False, kernel="cpu_documents")
+            np.testing.assert_array_equal(fa_ext.documents(ids, count=count, check=False, kernel=kernel), wanted)
 
 
 @pytest.mark.parametrize("exponent", magnitudes.EXPONENTS)

@@ -199,6 +199,28 @@ def test_append_refuses(client, tokens, change, code, text):
     assert all((x == y).all() for x, y in zip((tokens["k_cache"], tokens["v_cache"]), before))
 
 
+@pytest.mark.parametrize("dtype", (np.int32, np.int64))
+def test_documents(client, dtype):
+    ids = np.array([[3, 3, 1, 1, 1], [1, 1, 3, 2, 2]], dtype)[:, ::-1]
+    for count in (5, 8, 20):
+        out = np.full(count + 1, -7, np.int32)
+        assert client.call("documents", [array_of(ids), array_of(out)]) == OK, client.said()
+        np.testing.assert_array_equal(out, fa_ext.documents(ids, count=count))
+        assert client.call("documents", [array_of(ids), array_of(out)], asks=True) == 0
+
+
+def test_documents_refuses(client):
+    ids, out = np.arange(5), np.full(4, -7, np.int32)
+    assert client.call("documents", [array_of(ids), array_of(out)]) == EVALUE
+    assert "ids hold 5 documents, but count is 3" in client.said() and (out == -7).all()
+    assert client.call("documents", [array_of(ids), array_of(out)], extra=NEVER) == OK, client.said()
+    assert out.tolist() == [0, 1, 2, 3] and client.faults() == [("documents", 1, -1, 3, 5)]
+    for arrays, words in (([None, array_of(out)], "ids is NULL"), ([array_of(ids), None], "out is NULL")):
+        assert client.call("documents", arrays) == EVALUE and words in client.said()
+    assert client.call("documents", [array_of(ids.astype("f4")), array_of(out)]) == ETYPE
+    assert "ids has dtype float32; accepted: int32, int64" in client.said()
+
+
 def test_faults_are_those_of_python(client, tokens):
     """One count for both interfaces."""
     bad = tokens | {"slots": np.array([0, 99, 77, 1, 2], np.int64)}

@@ -134,7 +134,7 @@ def test_attention_is_the_c_function():
 def test_build_info():
     info = fa_ext._core.build_info()
     assert info["version"] == fa_ext.__version__
-    assert tuple(info["kernels"]) == fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append")
+    assert tuple(info["kernels"]) == fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append") + fa_ext.kernels("documents")
     assert all(device in ("cpu", "cuda") and summary for device, summary in info["kernels"].values())
     if not info["cuda"]:
         assert {device for device, _ in info["kernels"].values()} == {"cpu"}

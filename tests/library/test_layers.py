@@ -129,7 +129,7 @@ def test_no_circle_among_the_modules():
 
 def test_no_kernel_takes_a_problem_by_value():
     """A kernel's parameters are its own, so that a problem gains a field without a change of machine code."""
-    problem = r"fa_(?:problem|forward|backward|merge|append|request)"
+    problem = r"fa_(?:problem|forward|backward|merge|append|documents|request)"
     signatures = structs = 0
     for path in C_FILES:
         if not path.is_relative_to(ROOT / "kernels"):
@@ -259,7 +259,7 @@ def test_every_kernel_has_its_file_or_is_not_in_the_build():
     files = _build.kernel_files()
     listed = _build.kernel_names()
     assert len(listed) == len(set(listed))
-    built = fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append")
+    built = fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append") + fa_ext.kernels("documents")
     assert [kernel for kernel in listed if kernel in built] == list(built), "kernels() is not in the order of kernels.def"
     for kernel in built:
         assert kernel in files, f"{kernel} is in the build, but there is no kernels/*/{kernel}.cu and no csrc/cpu/{kernel}.c"

@@ -33,7 +33,7 @@ def arguments(function):
     if function.endswith("append"):
         lengths = np.array([3], np.int32)
         return {"k_cache": x.copy(), "v_cache": x.copy(), "k": x, "v": x, "layout": "bshd", "seqlens_k": lengths}
-    known = dict(q=x, k=x, v=x, dout=x, out=out, lse=lse, outs=[out, out], lses=[lse, lse], array=x, path="nowhere.so")
+    known = dict(q=x, k=x, v=x, dout=x, out=out, lse=lse, outs=[out, out], lses=[lse, lse], array=x, path="nowhere.so", ids=np.arange(3))
     return {p.name: known[p.name] for p in of(function) if p.default is None}
 
 
@@ -83,7 +83,7 @@ def test_signatures(function):
         assert text == wanted.default, given.name
 
 
-@pytest.mark.parametrize("function", ["attention", "attention_backward", "merge", "kernels", "to_device", "load"])
+@pytest.mark.parametrize("function", ["attention", "attention_backward", "merge", "documents", "kernels", "to_device", "load"])
 def test_docstrings_name_every_parameter(function):
     section = inspect.getdoc(getattr(_core, function)).partition("Parameters\n")[2].partition("Returns")[0]
     heads = {name for line in section.splitlines() if not line.startswith(" ") for name in line.partition(" :")[0].rstrip(",").split(", ")}

@@ -267,6 +267,7 @@ calls = {
                                                           kernel=kernel, **extras),
     "merge": lambda kernel: fa_ext.merge([out, out], [lse, lse], sinks=sinks, kernel=kernel),
     "append": lambda kernel: fa_ext.append(*cache, k, v, q=q, rotary=(angles, angles), kernel=kernel, layout="bhsd", **lengths),
+    "documents": lambda kernel: fa_ext.documents(np.arange(40), kernel=kernel),
 }
 operation, kernel = sys.argv[1:]
 call = calls[operation]
@@ -281,7 +282,7 @@ def same(a, b):
     return all(map(same, a, b))
 assert same(found[0], wanted)
 """
-OPERATIONS = {"attention": fa_ext.kernels(), **{name: fa_ext.kernels(name) for name in ("backward", "merge", "append")}}
+OPERATIONS = {"attention": fa_ext.kernels(), **{name: fa_ext.kernels(name) for name in ("backward", "merge", "append", "documents")}}
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -38,6 +38,7 @@ fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byt
 const char *fa_accepted_dtypes(const char *name) {
     for (int n = 0; n < FA_OPERAND_COUNT; n++)
         if (strcmp(name, fa_operands[n].words) == 0) return fa_operands[n].dtypes;
+    if (strcmp(name, "ids") == 0) return "int32, int64";
     return strcmp(name, "array") == 0
                ? "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64, uint8 and uint32"
                : fa_operands[FA_OPERAND_q].dtypes;

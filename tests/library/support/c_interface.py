@@ -15,7 +15,7 @@ from fa_ext import _core
 
 HERE = Path(__file__).resolve().parent
 LANGUAGES = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17")}
-OPERATIONS = {"forward": 0, "backward": 1, "merge": 2, "append": 3}
+OPERATIONS = {"forward": 0, "backward": 1, "merge": 2, "append": 3, "documents": 4}
 DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5, "int32": 6, "int64": 7}
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions")
@@ -25,7 +25,7 @@ BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks"
             *(name for name in INDICES if name != "page_table"))  # fmt: skip
 APPEND = ("k_cache", "v_cache", "k", "v", "q", "out", "rotary_cos", "rotary_sin", "page_table", "seqlens_k", "cu_seqlens_q",
           "seqlens_q", "slots", "positions")  # fmt: skip
-FAULTS = ("length", "cu_seqlens", "page", "slot", "position")
+FAULTS = ("length", "cu_seqlens", "page", "slot", "position", "documents")
 
 
 class Array(ctypes.Structure):

@@ -78,6 +78,14 @@ static fa_ext_append append_of(const fa_ext_array *const *arrays, const fa_ext_o
     return call;
 }
 
+/* ids, out; `check`: fa_ext_check */
+static fa_ext_documents documents_of(const fa_ext_array *const *arrays, int check) {
+    fa_ext_documents call;
+    memset(&call, 0, sizeof call);
+    call.size = sizeof call, call.ids = arrays[0], call.out = arrays[1], call.check = check;
+    return call;
+}
+
 EXPORT int dropout_keep(const fa_ext_api *api, const fa_ext_array *out, const fa_ext_options *options,
                         const fa_ext_run *run) {
     fa_ext_dropout_keep call;
@@ -108,6 +116,10 @@ EXPORT int call(const fa_ext_api *api, int operation, const fa_ext_array *const 
     if (operation == FA_EXT_APPEND) {
         const fa_ext_append arguments = append_of(arrays, options, extra);
         return bytes ? api->workspace(operation, &arguments, run, bytes) : api->append(&arguments, run);
+    }
+    if (operation == FA_EXT_DOCUMENTS) {
+        const fa_ext_documents arguments = documents_of(arrays, extra);
+        return bytes ? api->workspace(operation, &arguments, run, bytes) : api->documents(&arguments, run);
     }
     const fa_ext_merge arguments = merge_of(arrays, options, extra);
     return bytes ? api->workspace(operation, &arguments, run, bytes) : api->merge(&arguments, run);

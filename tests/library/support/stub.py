@@ -40,6 +40,8 @@ RESULTS: dict[str, list[tuple[str, dict[str, str]]]] = {
     "explain_merge": [("tuple[str | None, dict[str, str]]", {"outs": "Sequence[Any]"})],
     "append": [("Any", {})],
     "explain_append": [("tuple[str | None, dict[str, str]]", {})],
+    "documents": [("_Array", {"out": "None = None"}), ("_Out", {"ids": "Any", "out": "_Out"})],
+    "explain_documents": [("tuple[str | None, dict[str, str]]", {"ids": "Any"})],
     "workspace_size": [("int", {"q": "Any"})],
     "faults": [("list[tuple[str, int, int, int, int]]", {})],
     "kernels": [("tuple[str, ...]", {})],
