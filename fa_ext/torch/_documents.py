@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ._masks import within
+from ._serving import documents
 
 
 class Documents(NamedTuple):
@@ -98,15 +99,16 @@ def _from_positions(mask, position_ids):
     share a mask, and so what the first of them found."""
     from transformers.masking_utils import is_tracing
 
-    again = position_ids[:, 1:] <= position_ids[:, :-1]
+    again, queries = position_ids[:, 1:] <= position_ids[:, :-1], position_ids.shape[1]
     if is_tracing(position_ids):
-        return _of_both(torch.nn.functional.pad(again, (1, 0)).cumsum(1))
+        starts = documents(torch.nn.functional.pad(again, (1, 0)).cumsum(1))
+        return Packed(starts, starts, queries, queries)
     known = getattr(mask, "fa_ext_documents", None)
     if known is None or known[0] is not position_ids:
-        tokens, begin = position_ids.shape[1], again[0].nonzero()[:, 0].int() + 1
+        begin = again[0].nonzero()[:, 0].int() + 1
         starts = torch.nn.functional.pad(begin, (1, 0))
-        starts = torch.nn.functional.pad(starts, (0, 1), value=tokens)
-        known = position_ids, Packed(starts, starts, tokens, tokens) if len(begin) else None
+        starts = torch.nn.functional.pad(starts, (0, 1), value=queries)
+        known = position_ids, Packed(starts, starts, queries, queries) if len(begin) else None
         if mask is not None:
             mask.fa_ext_documents = known
     return known[1]

@@ -1,7 +1,7 @@
-"""Serving: attention over pages or into memory of the caller's, ``append`` and ``merge``.
+"""Serving: attention over pages or into memory of the caller's, ``append``, ``merge`` and ``documents``.
 
-Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append`` and
-``.merge``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
+Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append``, ``.merge`` and
+``.documents``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
 has a derivative.
 """
 
@@ -233,3 +233,25 @@ def merge(outs, lses, *, sinks=None, layout=None, kernel=None):
     if outs and traced(*outs):
         return merge_op(list(outs), list(lses), sinks, layout, kernel)
     return _plainly(_core.merge)(outs, lses, **_given(sinks=sinks, layout=layout, kernel=kernel))
+
+
+# ---- documents ----
+
+
+def _fake_documents(ids, count, *rest):
+    return ids.new_empty(count + 1, dtype=torch.int32)
+
+
+@operator("documents", _fake_documents)
+def documents_op(ids: Tensor, count: int, check: Optional[bool], kernel: Optional[str]) -> Tensor:
+    if ids.numel() == count == 0:  # which the core's count cannot say
+        return ids.new_zeros(1, dtype=torch.int32)
+    return _core.documents(ids, count=count, **_given(check=check, kernel=kernel))
+
+
+def documents(ids, *, count=None, check=None, kernel=None):
+    """``cu_seqlens`` of documents from the id of each token: ``fa_ext.documents``, whose arguments, shapes and errors these are. Under
+    torch.compile the call is the operator ``torch.ops.fa_ext.documents``."""
+    if traced(ids):
+        return documents_op(ids, ids.numel() if count is None else count, check, kernel)
+    return _plainly(_core.documents)(ids, **_given(count=count, check=check, kernel=kernel))

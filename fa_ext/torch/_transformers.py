@@ -37,8 +37,7 @@ def register_transformers():
 
     Packed documents see only themselves. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` tell them, or ``seq_idx``, or, in causal
     attention over a batch of 1 without padding, ``position_ids`` that begin again: as transformers' flash implementations have
-    it, with and without a cache. They are packed sequences, without a mask in memory. Only ``seq_idx``, and in a compiled graph
-    position_ids, are a mask of all pairs.
+    it, with and without a cache. They are packed sequences, without a mask in memory. Only ``seq_idx`` is a mask of all pairs.
 
     ``output_attentions=True`` raises, since there are no weights to return, and so does every keyword that attention is given
     and does not know. Above a head_dim of 256 transformers' sdpa runs, or with softcap or sinks the model's eager attention; a

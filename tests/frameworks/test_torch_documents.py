@@ -113,7 +113,7 @@ def test_positions_that_go_on_are_one_document(device, masks):
     assert masks.count(None) == 12
 
 
-def test_documents_in_compiled_graphs(device):
+def test_documents_in_compiled_graphs(device, masks):
     torch._dynamo.reset()
     model = small_model("llama", device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -121,6 +121,7 @@ def test_documents_in_compiled_graphs(device):
         ids, positions, more = packed(device, kind)
         wanted = model(ids, position_ids=positions, **more).logits
         torch.testing.assert_close(compiled(ids, position_ids=positions, **more).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert set(masks) == {"sequences"}
 
 
 def test_an_encoder_takes_lengths(device):

@@ -139,6 +139,18 @@ def test_merge_is_the_cores(device, backend):
             assert same(got, wanted)
 
 
+@pytest.mark.parametrize("backend", ["none", *BACKENDS])
+def test_documents_is_the_cores(device, backend):
+    call = ft.documents if backend == "none" else torch.compile(ft.documents, fullgraph=True, backend=backend, dynamic=True)
+    for shape, dtype in (((2, 9), torch.int64), ((17,), torch.int32), ((3, 30), torch.int32)):
+        ids = torch.randint(-2, 2, shape, dtype=dtype, device=device)
+        for count in (None, 95):
+            assert same(call(ids, count=count), fa_ext.documents(ids, count=count))
+    assert call(torch.zeros((2, 0), dtype=torch.int32, device=device)).tolist() == [0]
+    with pytest.raises(TypeError, match="ids has dtype float32; accepted: int32, int64"):
+        call(torch.zeros(3, device=device))
+
+
 # ---- the operators ----
 
 
@@ -156,6 +168,7 @@ def test_opchecks(device):
         ))  # fmt: skip
     outs, lses = [torch.randn(2, 4, 5, 16, device=device)] * 2, [torch.randn(2, 4, 5, device=device)] * 2
     torch.library.opcheck(torch.ops.fa_ext.merge.default, (outs, lses, None, "bhsd", None))
+    torch.library.opcheck(torch.ops.fa_ext.documents.default, (torch.arange(12, device=device) // 5, 12, None, None))
 
 
 def test_mutation_is_declared(device):
