@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench import arguments, machine, problems, report
-from bench.implementations import implementation, named, peers
+from bench.implementations import dense_rows, implementation, named, peers
 from bench.implementations.implementation import Implementation
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
@@ -47,6 +47,8 @@ METHOD = {
     "cuda": "rounds in random order; a sample begins with an idle device; median of the samples by graph replay, events "
     "or the host's clock, as `clock` says; samples under throttling are left out",
 }
+# A column where there are sequences of one length: the rate as a share of that of fa_ext's dense call on the same rows.
+DENSE = "of our dense rate"
 # On the CPU a problem of more work than this is tried with fewer queries first, so that none holds up a run for hours.
 LARGE_FLOPS = 1e11
 # Both live as long as the worker: loading a library twice is not what is measured.
@@ -57,6 +59,7 @@ _open: dict[tuple, Implementation] = {}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", action="append", help=f"repeatable: {', '.join(problems.preset_names())}")
+    add("--only", type=lambda text: text.split(","), help=f"comma-separated cells of the presets that have some: {_cells_of_presets()}")
     add("--case", action="append", default=[], help="a problem by its line (repeatable)")
     add("--kernels", type=arguments.pattern, default="", help="regular expression of kernels (default: all)")
     add("--peers", help="comma-separated peers, or none (default: all that import)")
@@ -86,7 +89,7 @@ class Settings:
 def run(args: argparse.Namespace) -> int:
     device = args.device or devices.default()
     target = devices.open_device(device)
-    cases = chosen(args.preset, args.case, args.filter, device)
+    cases = chosen(args.preset, args.case, args.filter, device, args.only)
     operations = dict.fromkeys(case.operation for case in cases)
     compiled = list(dict.fromkeys(k for operation in operations for k in implementation.compiled_kernels(target, operation)))
     kernels = [name for name in compiled if re.search(args.kernels, name)]
@@ -104,14 +107,18 @@ def run(args: argparse.Namespace) -> int:
     return int(any(not cell.get("figures") for cell in document["cells"].values()))
 
 
-def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Case]:
+def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str, only: list[str] | None = None) -> list[Case]:
     found = [problems.parse(text, problems.OPERATIONS) for text in lines]
     for name in presets or ([] if lines else ["cpu" if device == "cpu" else "history"]):
-        found += problems.preset(name)
+        found += problems.preset(name) if only is None else problems.cells(name, only)
     found = [case for case in dict.fromkeys(found) if re.search(pattern, str(case))]
     if not found:
         raise report.UsageError(f"no problem matches {pattern!r}")
     return found
+
+
+def _cells_of_presets() -> str:
+    return "; ".join(f"{name}: {', '.join(cells)}" for name, cells in problems.CELLS.items())
 
 
 def caches(name: str) -> list[str]:
@@ -166,7 +173,7 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
         slots = [operands_of(case, target, guard=0) for case in seeded]
         for name in [*how.candidates, *how.peers]:
             one = _opened(name, target)
-            if problem.operation not in one.operations:
+            if problem.operation not in one.operations or name == dense_rows.NAME and not problem.lengths:
                 if name in how.candidates:
                     refused[name] = f"no {problem.operation}"
                 continue
@@ -188,7 +195,8 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
                 refused[name] = why
         document: dict[str, Any] = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "figures": found}
         if watches:
-            base = _fastest([n for n in how.peers if n in watches] or list(watches), watches)
+            others = [name for name in watches if name != dense_rows.NAME] or list(watches)
+            base = _fastest([name for name in how.peers if name in others] or others, watches)
             samples = take_rounds(watches, how.rounds, how.seconds, how.seed, how.tight, base)
             for name, watch in watches.items():
                 found[name] |= _figures(name, base, samples, watch)
@@ -298,10 +306,13 @@ def _figures(name: str, base: str, samples: Samples, watch: timer.Stopwatch) -> 
 
 
 def _add_rates(cell: dict, case: Case, ceilings: dict) -> None:
+    dense = cell.get("figures", {}).get(dense_rows.NAME)
     for figures in cell.get("figures", {}).values():
         seconds = figures["us"] * 1e-6
         figures["tflops"] = case.flops() / seconds / 1e12
         figures["gbs"] = case.bytes() / seconds / 1e9
+        if dense:
+            figures["dense_share"] = dense["us"] / figures["us"]
         share = ceiling.share(case, seconds, ceilings)
         if share:
             figures["ceiling_share"], figures["ceiling"] = share
@@ -324,12 +335,15 @@ def show(document: dict) -> None:
             if ratio := f.get("ratio"):
                 shown = f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
             share = f"{100 * f['ceiling_share']:.1f}% {f['ceiling']}" if "ceiling_share" in f else ""
-            rows.append([cell["case"], cell["cache"], name, f["us"], f["tflops"], f["gbs"], shown, f.get("frobenius"), share, f["clock"],
-                         conditions.mark(cell)])  # fmt: skip
+            dense = f"{f['dense_share']:.3f}" if "dense_share" in f else ""
+            rows.append([problems.shortened(cell["case"]), cell["cache"], name, f["us"], f["tflops"], f["gbs"], shown, dense, f.get("frobenius"),
+                         share, f["clock"], conditions.mark(cell)])  # fmt: skip
     context = document["context"]
     where = (context.get("gpu") or {}).get("name") or f"{context['cpu']}, {context['threads']} threads"
-    columns = ("problem", "cache", "kernel or peer", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", "error vs float64",
-               "of product or stream", "clock", "load")  # fmt: skip
+    columns = ("problem", "cache", "kernel or peer", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", DENSE,
+               "error vs float64", "of product or stream", "clock", "load")  # fmt: skip
+    if not any(row[columns.index(DENSE)] for row in rows):
+        columns, rows = tuple(c for c in columns if c != DENSE), [row[: columns.index(DENSE)] + row[columns.index(DENSE) + 1 :] for row in rows]
     report.table(f"{where}, {context['date']}", columns, rows)
     if line := conditions.summary(document["cells"].values()):
         print(line)
@@ -340,6 +354,6 @@ def show(document: dict) -> None:
         for name, why in cell.get("refused", {}).items():
             if (name, why) not in seen:
                 seen.add((name, why))
-                print(f"  {name} did not run {cell['case']}: {why}")
+                print(f"  {name} did not run {problems.shortened(cell['case'])}: {why}")
     for name, why in context.get("missing_peers", {}).items():
         print(f"  {name}: {why}")

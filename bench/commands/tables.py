@@ -348,25 +348,18 @@ def _serving(records: dict) -> str:
         ours = cell.fastest()
         taken = cell.get(ours)
         share = f"{100 * cell.case.key_bytes() / (taken * 1e-6) / 1e9 / read:.0f}%" if taken and read else "-"
-        return [f"`{_line(cell.case)}`", f"`{ours}`" if ours else "-", _us(taken), *(cell.us(n) for n in shown),
+        return [f"`{problems.shortened(str(cell.case))}`", f"`{ours}`" if ours else "-", _us(taken), *(cell.us(n) for n in shown),
                 _or_dash("{:.2f}", cell.least_over(ours, SERVING_PEERS)), share]  # fmt: skip
 
     columns = ["case", "kernel", "us", *(SERVING_PEERS[n] for n in shown), "best peer / ours", "K and V read, of the best rate"]
     return _markdown(columns, [line(cell) for cell in cells if cell.runs])
 
 
-def _line(case: Any) -> str:
-    """The line of a case; of many lengths the first three."""
-    words = str(case).split(",")
-    words[2] = re.sub(r"^((?:[^+]+\+){3})(?:[^+]+\+){5,}.*", r"\1...", words[2])
-    return ",".join(words)
-
-
 def _serving_groups(records: dict) -> str:
     """For each group of cases of the preset the fastest peer over the fastest kernel on each GPU."""
     lines = []
     for group, named in SERVING_GROUPS.items():
-        cases = [case for name, of in problems.CELLS.items() if re.fullmatch(named, name) for case in of]
+        cases = [case for name, of in problems.CELLS["serving"].items() if re.fullmatch(named, name) for case in of]
         line = [group, len(cases)]
         for which in GPUS:
             cells = [Cell(records[which], case, "cold") for case in cases]

@@ -34,11 +34,12 @@ UNSAID = {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp
 
 
 class FlashAttention3(Peer):
-    """Forward, also over sequences, and backward; ``deterministic``: the backward pass that sums in order, which head_dim 256
+    """Forward and backward, also over sequences; ``deterministic``: the backward pass that sums in order, which head_dim 256
     does not have."""
 
     extras = frozenset({"window", "softcap"})
     causal = "last"
+    packed_causal = "last"
 
     def __init__(self, name: str, deterministic: bool = False):
         super().__init__(name, "torch")
@@ -57,6 +58,8 @@ class FlashAttention3(Peer):
         case = operands.case
         if case.operation == "serving":
             return over_sequences(self.ops.fwd, operands, self.library)
+        if case.lengths:
+            return gradients_over_sequences(self.ops, operands, self.library, self.deterministic)
         q, k, v = (bshd(operands, name, self.library) for name in "qkv")
         options = options_of(case)
         forward, backward, swap = self.ops.fwd, self.ops.bwd, case.layout == "bhsd"
@@ -102,28 +105,54 @@ def options_of(case: Case) -> dict[str, Any]:
 
 def over_sequences(forward: Any, operands: Arrays, library: str) -> Thunk:
     """A call of an operator ``fwd`` over sequences; the number of splits is left to it."""
-    case = operands.case
-    given = operands.arguments(library)
-    q, k, v = (given[name] for name in "qkv")
-    heads_first = case.layout == "bhsd"
-    if case.storage.k != "packed" and heads_first:
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    one, swap = case.storage.q == "one", case.storage.q == "padded" and heads_first
-    values = options_of(case) | {
-        "q": q[:, None] if one else q.swapaxes(1, 2) if swap else q, "k": k, "v": v, "num_splits": 0,
+    positional = arguments_for(forward, sequence_values(operands, library))
+    return lambda: as_stored(operands.case, "q", forward(*positional)[0])
+
+
+def gradients_over_sequences(ops: Any, operands: Arrays, library: str, deterministic: bool) -> Thunk:
+    """A call of an operator ``bwd`` over sequences. It leaves rows of no sequence as they are: they are 0 from the start."""
+    case, values = operands.case, sequence_values(operands, library)
+    out, lse = ops.fwd(*arguments_for(ops.fwd, values | {"num_splits": 1}))[:2]
+    grads = {name: values[name[1]] * 0 for name in ("dq", "dk", "dv")}
+    dout = as_rows(case, "q", operands.array("dout", library))
+    values |= {"dout": dout, "out": out, "softmax_lse": lse, "deterministic": deterministic}
+    positional = arguments_for(ops.bwd, values | grads)
+
+    def call():
+        ops.bwd(*positional)
+        return tuple(as_stored(case, name[1], grad) for name, grad in grads.items())
+
+    return call
+
+
+def sequence_values(operands: Arrays, library: str) -> dict[str, Any]:
+    """Arguments of the operators by name; None: not given."""
+    case, given = operands.case, operands.arguments(library)
+    values = options_of(case) | {name: as_rows(case, name, given[name]) for name in "qkv"} | {
+        "num_splits": 0,
         "cu_seqlens_q": given.get("cu_seqlens_q"), "cu_seqlens_k": given.get("cu_seqlens_k"), "seqused_q": given.get("seqlens_q"),
         "seqused_k": given.get("seqlens_k"), "page_table": given.get("page_table"), "s_aux": given.get("sinks"),
         "max_seqlen_q": max(case.n_q) if case.storage.q == "packed" else None, "max_seqlen_k": max(case.n_k) if case.storage.k == "packed" else None,
     }  # fmt: skip
     if case.sinks:
-        values["s_aux"] = values["s_aux"].to(q.dtype)
-    positional = arguments_for(forward, values)
+        values["s_aux"] = values["s_aux"].to(values["q"].dtype)
+    return values
 
-    def call():
-        out = forward(*positional)[0]
-        return out[:, 0] if one else out.swapaxes(1, 2) if swap else out
 
-    return call
+def as_rows(case: Case, name: str, array: Any) -> Any:
+    """An operand, stored as q, k or v is, with its heads behind its rows, which are packed, or a sequence's each; a view."""
+    storage = case.storage.q if name == "q" else case.storage.k
+    if storage == "one":
+        return array[:, None]
+    return array.swapaxes(1, 2) if storage != "packed" and case.layout == "bhsd" else array
+
+
+def as_stored(case: Case, name: str, rows: Any) -> Any:
+    """An operand as it is stored, of its rows: the inverse of ``as_rows``."""
+    storage = case.storage.q if name == "q" else case.storage.k
+    if storage == "one":
+        return rows[:, 0]
+    return rows.swapaxes(1, 2) if storage != "packed" and case.layout == "bhsd" else rows
 
 
 def arguments_for(operator: Any, values: dict[str, Any]) -> list[Any]:

@@ -13,20 +13,25 @@ from bench.problems.operands import Arrays
 
 class Peer(Implementation):
     """Knows the options it has (`extras`); everything else is a refusal by name. `causal` says which causal masks it has: "any",
-    "last" (the last query sees the last key) or "square" (as many queries as keys)."""
+    "last" (the last query sees the last key) or "square" (as many queries as keys); `packed_causal` those of gradients of sequences,
+    None: it has no such gradients."""
 
     extras: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
     causal = "any"
+    packed_causal: str | None = None
 
     def refuses(self, case: Case) -> str | None:
         if case.dtype not in self.dtypes:
             return f"no {case.dtype}"
+        causal, square = self.causal, case.n_q == case.n_k
         if case.lengths and case.operation == "backward":
-            return "no backward pass of sequences"
-        if self.causal == "last" and case.causal == "top_left" and (case.operation == "serving" or case.seq_q != case.seq_k):
+            if self.packed_causal is None:
+                return "no backward pass of sequences"
+            causal = self.packed_causal
+        if causal == "last" and case.causal == "top_left" and (case.operation == "serving" or not square):
             return "no top_left causal mask"
-        if self.causal == "square" and case.causal and case.seq_q != case.seq_k:
+        if causal == "square" and case.causal and not square:
             return "causal only for seq_q == seq_k"
         needed = {n for n in ("window", "softcap", "dropout", "dlse", "accumulate") if getattr(case, n, None)} | set(case.arrays())
         missing = sorted(needed - self.extras)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.implementations import serving
+from bench.implementations import dense_rows, serving
 from bench.implementations.implementation import Implementation, Thunk
 from bench.implementations.flash3 import FlashAttention3, VllmFlashAttention3
 from bench.implementations.peer import Dense, Peer, bhsd, bshd, scale_of
@@ -314,6 +314,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Implementati
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),
     "xformers": (("cuda",), "xformers", lambda d: Xformers()),
+    dense_rows.NAME: (("cpu", "cuda"), "fa_ext", lambda d: dense_rows.DenseRows(d.default_arrays)),
     "copy": (("cpu", "cuda"), "numpy", Copy),
     "numpy": (("cpu",), "numpy", lambda d: NumPy()),
 }

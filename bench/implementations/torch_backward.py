@@ -1,4 +1,4 @@
-"""The backward operators of torch's scaled_dot_product_attention, on tensors that its own forward saved once.
+"""The backward operators of torch's scaled_dot_product_attention and varlen_attn, on tensors that their own forward saved once.
 
 What autograd adds to them, for each call and each saved tensor, is not timed; the sum of a bias' gradient over the axes
 along which it was broadcast, which autograd adds to the operator, is.
@@ -25,6 +25,7 @@ class TorchBackward(Peer):
     def __init__(self, backend: str, name: str, deterministic: bool = False):
         super().__init__(name, "torch")
         self.bound_by, self.deterministic = BACKENDS[backend], deterministic
+        self.over_sequences, self.packed_causal = VARLEN.get(backend, (None, None))
         if backend in ("EFFICIENT_ATTENTION", "CPU"):
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
         if backend == "EFFICIENT_ATTENTION":
@@ -38,18 +39,31 @@ class TorchBackward(Peer):
             return "no grouped heads"
         if case.bias and case.seq_k % 16:
             return "no bias of rows that are not whole 32 bytes"
+        if case.storage and self.over_sequences and (case.storage.q, case.storage.k) != ("packed", "packed"):
+            return "no gradients of padded sequences"
         return super().refuses(case)
 
     def bind(self, operands: Arrays) -> Thunk:
+        if operands.case.lengths and self.over_sequences:
+            return self._in_mode(self.over_sequences(operands, self.library))
         dout, q, k, v = (bhsd(operands, name, self.library) for name in ("dout", "q", "k", "v"))
         bias = operands.array("bias", self.library) if operands.case.bias else None
         backward = self.bound_by(dout, q, k, v, bias, bool(operands.case.causal), scale_of(operands.case))
-        swap, deterministic = operands.case.layout == "bshd", self.deterministic
+        swap, backward = operands.case.layout == "bshd", self._in_mode(backward)
 
         def call():
-            with _deterministic() if deterministic else contextlib.nullcontext():
-                found = backward()
+            found = backward()
             return tuple(g.swapaxes(1, 2) for g in found[:3]) + found[3:] if swap else found
+
+        return call
+
+    def _in_mode(self, backward: Callable[[], tuple]) -> Callable[[], tuple]:
+        if not self.deterministic:
+            return backward
+
+        def call():
+            with _deterministic():
+                return backward()
 
         return call
 
@@ -112,7 +126,39 @@ def _cpu(dout: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: floa
     return lambda: backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
+def _lengths(operands: Arrays, library: str) -> tuple[Any, ...]:
+    """cum_q, cum_k, max_q, max_k of packed sequences."""
+    case = operands.case
+    return operands.array("cu_seqlens_q", library), operands.array("cu_seqlens_k", library), max(case.n_q), max(case.n_k)
+
+
+def _flash_varlen(operands: Arrays, library: str) -> Callable[[], tuple]:
+    import torch
+
+    ops, causal = torch.ops.aten, bool(operands.case.causal)
+    dout, q, k, v = (operands.array(name, library) for name in ("dout", "q", "k", "v"))
+    options, lengths = {"scale": scale_of(operands.case)}, _lengths(operands, library)
+    out, lse, state, unused, _ = ops._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **options)
+    backward = ops._flash_attention_backward
+    return lambda: tuple(backward(dout, q, k, v, out, lse, *lengths, 0.0, causal, state, unused, **options))
+
+
+def _cudnn_varlen(operands: Arrays, library: str) -> Callable[[], tuple]:
+    import torch
+
+    ops, causal = torch.ops.aten, bool(operands.case.causal)
+    dout, q, k, v = (operands.array(name, library) for name in ("dout", "q", "k", "v"))
+    options, lengths = {"scale": scale_of(operands.case)}, _lengths(operands, library)
+    out, lse, *_, seed, offset, _ = ops._cudnn_attention_forward(q, k, v, None, *lengths, True, 0.0, causal, False, **options)
+    backward = ops._cudnn_attention_backward
+    return lambda: tuple(backward(dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, causal, **options))
+
+
 # Of torch.nn.attention.SDPBackend, and the CPU's only fused one.
 BACKENDS: dict[str, Callable[..., Callable[[], tuple]]] = {
     "FLASH_ATTENTION": _flash, "CUDNN_ATTENTION": _cudnn, "EFFICIENT_ATTENTION": _efficient, "CPU": _cpu,
+}  # fmt: skip
+# Those that have gradients of packed sequences, and their causal masks: cuDNN's begins at the first key.
+VARLEN: dict[str, tuple[Callable[[Arrays, str], Callable[[], tuple]], str]] = {
+    "FLASH_ATTENTION": (_flash_varlen, "last"), "CUDNN_ATTENTION": (_cudnn_varlen, "square"),
 }  # fmt: skip

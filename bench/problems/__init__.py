@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from bench import report
@@ -18,6 +19,23 @@ def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Case]:
     if name not in preset_names(operations):
         raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(preset_names(operations))}")
     return list(PRESETS[name])
+
+
+def cells(name: str, chosen: Sequence[str]) -> list[Case]:
+    """The cases of some cells of one preset, by the cells' names."""
+    preset(name)
+    of = CELLS.get(name, {})
+    if unknown := [cell for cell in chosen if cell not in of]:
+        accepted = f"those of {name}: {', '.join(of)}" if of else f"presets that have cells: {', '.join(CELLS)}"
+        raise report.UsageError(f"cells are {', '.join(unknown)}; accepted: {accepted}")
+    return [case for cell in chosen for case in of[cell]]
+
+
+def shortened(line: str) -> str:
+    """The line of a case; of many lengths the first three."""
+    words = line.split(",")
+    words[2] = re.sub(r"^((?:[^+]+\+){3})(?:[^+]+\+){5,}.*", r"\1...", words[2])
+    return ",".join(words)
 
 
 def preset_names(operations: Sequence[str] = OPERATIONS) -> tuple[str, ...]:

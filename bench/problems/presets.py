@@ -1,4 +1,4 @@
-"""The problems of the benchmarks: PRESETS, cases by name; ``CELLS`` names those of the preset "serving"."""
+"""The problems of the benchmarks: PRESETS, cases by name. Some consist of CELLS, which have names of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 
+from bench.problems import packed_training
 from bench.problems.case import Case
 
 
@@ -168,7 +169,8 @@ def _cache_ops():
     return [merged, *(_sequences(lengths, q="packed", operation="append") for lengths in tokens)]
 
 
-CELLS = _cells()
+# preset: {cell: cases}
+CELLS: dict[str, dict[str, list[Case]]] = {"serving": _cells(), "sequences-backward": packed_training.CELLS}
 PRESETS = {
     "history": [Case(1, 8, 8, 512, 512, 64)],
     "paper": _paper(),
@@ -182,7 +184,6 @@ PRESETS = {
     "options-backward": _options_backward(),
     "dropout": _dropout(),
     "cpu-backward": _cpu_backward(),
-    "serving": [case for cases in CELLS.values() for case in cases],
     "cache_ops": _cache_ops(),
     "cpu-serving": _cpu_serving(),
-}
+} | {name: list(dict.fromkeys(case for cases in cells.values() for case in cases)) for name, cells in CELLS.items()}

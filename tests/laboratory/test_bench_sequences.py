@@ -22,6 +22,7 @@ from tests.laboratory.support import stand_ins
 from tests.laboratory.support.command import command
 
 CPU = device.Cpu()
+SERVING = CELLS["serving"]
 ONE, PACKED, PADDED = {"q": "one", "slack": 0}, {"q": "packed", "slack": 0}, {"q": "padded", "slack": 0}
 CASES = [
     Case.sequences((1,) * 5, (33, 7, 64, 1, 90), dtype="bfloat16", head_dim=16, **ONE),
@@ -79,9 +80,9 @@ def test_work_is_that_of_the_sequences():
 
 def test_the_serving_preset_has_every_cell_once():
     every = PRESETS["serving"]
-    assert len(set(map(str, every))) == len(every) and {"D1", "P1 D6b", "P2 D5", "R1", "S1", "Q1", "V2", "X1"} <= set(CELLS)
+    assert len(set(map(str, every))) == len(every) and {"D1", "P1 D6b", "P2 D5", "R1", "S1", "Q1", "V2", "X1"} <= set(SERVING)
     assert all(problems.parse(str(case), problems.OPERATIONS) == case for case in every)
-    assert [sum(case.n_k) for case in CELLS["R1"] + CELLS["R2"]] == [1044480, 163328]
+    assert [sum(case.n_k) for case in SERVING["R1"] + SERVING["R2"]] == [1044480, 163328]
     assert all(isinstance(case, Case) or case.operation == "serving" for case in PRESETS["cpu-serving"])
 
 
@@ -171,35 +172,16 @@ class Array(np.ndarray):
         return self.astype(dtype)
 
 
-def operator(names, defaults):
-    """``fwd`` of FlashAttention-3 with arguments of these names, by the float64 reference."""
-
-    def fwd(*given):
-        asked = dict(zip(names, given, strict=True))
-        assert asked["is_rotary_interleaved"] in (True, False) and asked["sm_margin"] == 0 and asked["softmax_scale"] > 0
-        if "cp_rank" in asked:
-            assert (asked["cp_world_size"], asked["cp_rank"], asked["cp_tot_seqused_k"]) == (1, 0, None)
-        q, k, v = asked["q"], asked["k"], asked["v"]
-        options = {"causal": "bottom_right" if asked["is_causal"] else False, "scale": asked["softmax_scale"], "softcap": asked["softcap"],
-                   "window": stand_ins.window_of((asked["window_size_left"], asked["window_size_right"]), -1)}  # fmt: skip
-        if asked.get("s_aux") is not None:
-            assert asked["s_aux"].dtype == q.dtype
-            options["sinks"] = asked["s_aux"]
-        for ours, theirs in (("cu_seqlens_q", "cu_seqlens_q"), ("seqlens_q", "seqused_q"), ("cu_seqlens_k", "cu_seqlens_k"),
-                             ("seqlens_k", "seqused_k"), ("page_table", "page_table")):  # fmt: skip
-            if asked[theirs] is not None:
-                options[ours] = asked[theirs]
-        assert (asked["max_seqlen_q"] is not None) == (asked["cu_seqlens_q"] is not None) == (q.ndim == 3)
-        assert (asked["max_seqlen_k"] is not None) == (asked["cu_seqlens_k"] is not None) == (k.ndim == 3)
-        return [reference.attention(q, k, v, layout="bshd", **options)[0].astype(q.dtype), "lse"]
-
-    def argument(name):
-        has = name in defaults
-        return types.SimpleNamespace(name=name, has_default_value=lambda: has, default_value=defaults.get(name))
-
-    schema = types.SimpleNamespace(arguments=[argument(name) for name in names])
-    fwd.default = types.SimpleNamespace(_schema=schema)
-    return fwd
+def forward(asked):
+    """``fwd`` of FlashAttention-3, by the float64 reference."""
+    assert asked["is_rotary_interleaved"] in (True, False) and asked["sm_margin"] == 0 and asked["softmax_scale"] > 0
+    if "cp_rank" in asked:
+        assert (asked["cp_world_size"], asked["cp_rank"], asked["cp_tot_seqused_k"]) == (1, 0, None)
+    q, options = asked["q"], stand_ins.sequence_options(asked)
+    if asked.get("s_aux") is not None:
+        assert asked["s_aux"].dtype == q.dtype
+        options["sinks"] = asked["s_aux"]
+    return [reference.attention(q, asked["k"], asked["v"], layout="bshd", **options)[0].astype(q.dtype), "lse"]
 
 
 LIBRARIES = {
@@ -212,7 +194,7 @@ LIBRARIES = {
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_flash_attention_3_is_asked_for_what_the_problem_says(name, case, monkeypatch):
     namespace, names, defaults = LIBRARIES[name]
-    ops = types.SimpleNamespace(**{namespace: types.SimpleNamespace(fwd=operator(names, defaults))})
+    ops = types.SimpleNamespace(**{namespace: types.SimpleNamespace(fwd=stand_ins.operator(forward, names, defaults))})
     stand_ins.stand_in(monkeypatch, "torch", ops=ops)
     peer = peers.PEERS[name][2](types.SimpleNamespace(kind="cuda"))
     monkeypatch.setattr(peer, "library", "numpy")
@@ -313,25 +295,25 @@ def test_the_table_of_sequences():
         return [{"figures": figures, "date": "2026-01-01", "context": "here", "code": []}]
 
     cells = {
-        f"{CELLS['D1'][0]} cold": run(mma_sm80=8.0, serve_sm90=4.0, torch_p_cudnn=6.0),
-        f"{CELLS['P1 D1'][3]} cold": run(serve_sm90=4.0, torch_p_cudnn=6.0, flashinfer=5.0),
-        f"{CELLS['R1'][0]} cold": run(serve_sm90=1000.0, flashinfer=900.0),
-        f"{CELLS['S2'][2]} cold": run(simt=50.0),
+        f"{SERVING['D1'][0]} cold": run(mma_sm80=8.0, serve_sm90=4.0, torch_p_cudnn=6.0),
+        f"{SERVING['P1 D1'][3]} cold": run(serve_sm90=4.0, torch_p_cudnn=6.0, flashinfer=5.0),
+        f"{SERVING['R1'][0]} cold": run(serve_sm90=1000.0, flashinfer=900.0),
+        f"{SERVING['S2'][2]} cold": run(simt=50.0),
     }
     contexts = {"here": {"ceilings": {"read_gbs": 4600.0}}}
     lines = tables._serving({"gpu": {"cells": cells, "contexts": contexts, "parts": {}}}).splitlines()
     assert lines[0].startswith("| case | kernel | us | cuDNN, dense | flashinfer |")
     assert lines[2:] == [
-        f"| `{CELLS['D1'][0]}` | `serve_sm90` | 4.00 | 6.00 | - | 1.50 | 91% |",
-        f"| `{CELLS['P1 D1'][3]}` | `serve_sm90` | 4.00 | 6.00 | 5.00 | 1.25 | 91% |",
-        f"| `{CELLS['R1'][0]}` | `serve_sm90` | 1,000 | - | 900 | 0.90 | 93% |",
-        f"| `{CELLS['S2'][2]}` | `simt` | 50.0 | - | - | - | 117% |",
+        f"| `{SERVING['D1'][0]}` | `serve_sm90` | 4.00 | 6.00 | - | 1.50 | 91% |",
+        f"| `{SERVING['P1 D1'][3]}` | `serve_sm90` | 4.00 | 6.00 | 5.00 | 1.25 | 91% |",
+        f"| `{SERVING['R1'][0]}` | `serve_sm90` | 1,000 | - | 900 | 0.90 | 93% |",
+        f"| `{SERVING['S2'][2]}` | `simt` | 50.0 | - | - | - | 117% |",
     ]
-    assert tables._line(CELLS["V2"][0]).startswith("B32,H32/8,S852+1057+2059+...,D128,")
+    assert problems.shortened(str(SERVING["V2"][0])).startswith("B32,H32/8,S852+1057+2059+...,D128,")
 
 
 def test_each_case_of_sequences_is_in_one_group_of_the_table():
-    for name in CELLS:
+    for name in SERVING:
         assert len([named for named in tables.SERVING_GROUPS.values() if re.fullmatch(named, name)]) == 1, name
 
 

@@ -52,3 +52,31 @@ class FlashAttn3:
         options = self._options(softmax_scale, is_causal, window_size_left, window_size_right, softcap)
         found = attention_backward(dout, q, k, v, layout="bshd", **options)
         return *(g.astype(q.dtype) for g in found), "softmax_d", "lse_log2", "dq_accum", "dk_accum", "dv_accum"
+
+
+def operator(work, names, defaults):
+    """An operator of torch with arguments of these names, in this order, and a schema that says so: ``work`` gets them by name."""
+
+    def call(*given):
+        return work(dict(zip(names, given, strict=True)))
+
+    def argument(name):
+        has = name in defaults
+        return types.SimpleNamespace(name=name, has_default_value=lambda: has, default_value=defaults.get(name))
+
+    call.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=[argument(name) for name in names]))
+    return call
+
+
+def sequence_options(asked):
+    """The options of a call over sequences, by arguments of FlashAttention-3."""
+    options = {"causal": "bottom_right" if asked["is_causal"] else False, "scale": asked["softmax_scale"], "softcap": asked["softcap"],
+               "window": window_of((asked["window_size_left"], asked["window_size_right"]), -1)}  # fmt: skip
+    for ours, theirs in (("cu_seqlens_q", "cu_seqlens_q"), ("seqlens_q", "seqused_q"), ("cu_seqlens_k", "cu_seqlens_k"),
+                         ("seqlens_k", "seqused_k"), ("page_table", "page_table")):  # fmt: skip
+        if asked.get(theirs) is not None:
+            options[ours] = asked[theirs]
+    for side in "qk":
+        packed = asked[side].ndim == 3
+        assert (asked[f"max_seqlen_{side}"] is not None) == (asked[f"cu_seqlens_{side}"] is not None) == packed
+    return options
