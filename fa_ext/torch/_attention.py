@@ -20,11 +20,9 @@ _BROADCAST = frozenset(name for name in OPTIONS if any(axis.one for axis in AXES
 _FLOATING = frozenset(name for name in OPTIONS if OPERANDS[name].dtypes == "q's dtype or float32")
 #: The options of most calls, by layout, causal and deterministic: what makes them takes a tenth of such a call's way to the core.
 _PLAIN = {
-    layout: tuple(
-        tuple(Options(causal, None, None, 0.0, layout, 0.0, None, False, deterministic) for deterministic in (False, True))
-        for causal in (False, True)
-    )
+    (layout, causal): tuple(Options(causal, None, None, 0.0, layout, 0.0, None, False, deterministic) for deterministic in (False, True))
     for layout in ("bhsd", "bshd")
+    for causal in (False, True, "bottom_right")
 }
 
 
@@ -99,7 +97,7 @@ def attention(
         indices = index_arrays(k_range, {
             "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
             "page_table": page_table, "positions": positions,
-        })  # fmt: skip
+        }, through_op)  # fmt: skip
         if page_table is not None or out is not None:
             if dropout_p:
                 raise ValueError(f"dropout_p is {dropout_p}; accepted with page_table or out: 0.0")
@@ -123,7 +121,7 @@ def attention(
         if state is not None:
             arrays[STATE] = state
     if serves:
-        arrays = {**arrays, **indices}
+        arrays = {**arrays, **indices} if arrays else indices
     if through_op:
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, None if serves else (q.shape[queries], k.shape[queries]))
@@ -133,10 +131,10 @@ def attention(
         else:
             out, lse = _ops.attention(q, k, v, *options, *[arrays.get(name) for name in OTHERS])
         return (out, lse) if return_lse else out
-    if type(causal) is type(deterministic) is bool and scale is window is kernel is check is None and (
+    if (type(causal) is bool or type(causal) is str and causal == "bottom_right") and scale is window is kernel is check is None and (
         softcap == 0.0 and (layout == "bhsd" or layout == "bshd") and batch_invariant is False and not dropout_p
     ):
-        options = _PLAIN[layout][causal][deterministic]
+        options = _PLAIN[layout, causal][deterministic]
     else:
         options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check)
     wanted = torch.is_grad_enabled() and (

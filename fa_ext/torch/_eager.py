@@ -17,6 +17,7 @@ from ._vmap import mapped
 
 _transformed = torch._C._are_functorch_transforms_active
 _KEPT = ("dout", "dlse", "q", "k", "v", "out", "lse")
+_NOTHING: dict = {}
 
 
 def differentiable(q, k, v, options, others, return_lse):
@@ -24,11 +25,20 @@ def differentiable(q, k, v, options, others, return_lse):
     if _transformed():
         out, lse = _MappedForward.apply(q, k, v, options, *map(others.get, ARRAYS))
         return (out, lse) if return_lse else out
-    given = (tuple(others), *others.values()) if others else ()
+    given = _arguments(others) if others else ()
     try:
         return (_apply_pair if return_lse else _apply)(q, k, v, options, *given)
     except BufferError:  # among others of tensors from transforms that have ended, which the longer way there unwraps
+        given = (_NOTHING, tuple(others), *others.values()) if others else ()
         return (_ForwardPair if return_lse else _Forward).apply(q, k, v, options, *given)
+
+
+def _arguments(others):
+    """``others`` behind the options of ``_Forward``: those that have no gradient in one argument, since torch takes its time over each."""
+    if DIFFERENTIABLE_OTHERS.isdisjoint(others):
+        return (others,)
+    names = tuple([name for name in others if name in DIFFERENTIABLE_OTHERS])
+    return {name: x for name, x in others.items() if name not in names}, names, *[others[name] for name in names]
 
 
 def _refuse_jvp(ctx, *tangents):
@@ -37,33 +47,35 @@ def _refuse_jvp(ctx, *tangents):
     )
 
 
-def _compute(ctx, q, k, v, options, names, others):
+def _compute(ctx, q, k, v, options, fixed, names, others):
     """(out, lse), kept for the backward pass with what they are made of."""
-    out, lse = forward(q, k, v, options, dict(zip(names, others, strict=True)) if names else {})
+    if names:
+        fixed = fixed | dict(zip(names, others, strict=True))
+    out, lse = forward(q, k, v, options, fixed)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *others)
-    ctx.call = options, names
+    ctx.save_for_backward(q, k, v, out, lse, *fixed.values())
+    ctx.call = options, tuple(fixed), names
     return out, lse
 
 
 class _Forward(Function):
-    """out of q, k, v, options, and the names of other tensors with these, where there are any: torch takes its time over each
+    """out of q, k, v, options, and what ``_arguments`` makes of other tensors, where there are any: torch takes its time over each
     argument, over each tensor that is kept, also where it is None, and over each result."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options, names=(), *others):
-        return _compute(ctx, q, k, v, options, names, others)[0]
+    def forward(ctx, q, k, v, options, fixed=_NOTHING, names=(), *others):
+        return _compute(ctx, q, k, v, options, fixed, names, others)[0]
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        options, names = ctx.call
+        options, given, names = ctx.call
         places, wrt, rest = _asked(needs, names)
         kept, others = ctx.saved_tensors, {}
-        if names:
-            kept, others = kept[:5], named(names, kept[5:])
+        if given:
+            kept, others = kept[:5], dict(zip(given, kept[5:]))
         if _transformed():
             grads = _MappedBackward.apply(dout, dlse, *kept, options, wrt, *map(others.get, ARRAYS))
         elif torch.is_grad_enabled():
@@ -110,8 +122,8 @@ class _ForwardPair(_Forward):
     """(out, lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options, names=(), *others):
-        return _compute(ctx, q, k, v, options, names, others)
+    def forward(ctx, q, k, v, options, fixed=_NOTHING, names=(), *others):
+        return _compute(ctx, q, k, v, options, fixed, names, others)
 
 
 #: Their ``apply`` without what torch, before 2.15 in Python, does about each argument first.
@@ -128,9 +140,10 @@ class _MappedForward(_Forward):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, options, *others = inputs
-        ctx.call = options, ARRAYS
+        given = named(ARRAYS, others)
+        ctx.call = options, tuple(given), ARRAYS
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, *others)
+        ctx.save_for_backward(q, k, v, *output, *given.values())
 
     @staticmethod
     def vmap(info, in_dims, *args):

@@ -41,10 +41,15 @@ def options(causal, window_size, softmax_scale, softcap, **others):
         given["scale"] = softmax_scale
     if softcap is not None and not softcap <= 0:
         given["softcap"] = softcap
-    return given | {name: x for name, x in others.items() if x is not None}
+    for name, x in others.items():
+        if x is not None:
+            given[name] = x
+    return given
 
 
 def is_causal(causal):
+    if causal is False or causal is True:
+        return "bottom_right" if causal else False
     if not isinstance(causal, (bool, int, np.bool_)):
         raise TypeError(f"causal has type {type(causal).__name__}; accepted: True or False")
     return "bottom_right" if causal else False
@@ -52,7 +57,7 @@ def is_causal(causal):
 
 def window(window_size, causal):
     """``window`` of attention: a bound below 0, or None, is no bound, and ``causal`` alone bounds the right."""
-    if window_size is None:
+    if window_size is None or type(window_size) is tuple and window_size == (-1, -1) and type(window_size[0]) is type(window_size[1]) is int:
         return None
     if isinstance(window_size, (torch.Tensor, np.ndarray)):
         window_size = window_size.tolist()
@@ -68,8 +73,8 @@ def window(window_size, causal):
 
 def indices(name, x):
     """An index tensor as the core takes it."""
-    if x is None:
-        return None
+    if x is None or type(x) is torch.Tensor and x.dtype is torch.int32 and x.is_contiguous():
+        return x
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} has type {type(x).__name__}; accepted: a torch.Tensor of int32 or int64, or None")
     if x.dtype not in (torch.int32, torch.int64):

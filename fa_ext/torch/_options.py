@@ -19,15 +19,18 @@ DIFFERENTIABLE_OTHERS = frozenset(DIFFERENTIABLE) & frozenset(OTHERS)
 
 #: The options of both passes, by the core's names, with their defaults.
 SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False, "check": None}
+#: The index arrays of packed sequences, and of most calls over sequences.
+_STARTS = frozenset(("cu_seqlens_q", "cu_seqlens_k"))
+_TENSOR, _INT32 = torch.Tensor, torch.int32
 
 
 class Options:
     """The options of one call that are no tensors.
 
     ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``causal`` and ``layout``: by
-    themselves, and ``plain``: nothing else is given, which is written out below, in half of the time of a call with ``**`` on the
-    way there; ``kernel``: of the forward; ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a
-    tensor, and travels with the tensors.
+    themselves, and ``plain``: nothing else is given, which is written out below, alone and with ``_STARTS``, in half of the time of a
+    call with ``**`` on the way there; ``kernel``: of the forward; ``deterministic``: of the backward; ``dropout_p``: the state that
+    goes with it is a tensor, and travels with the tensors.
     """
 
     __slots__ = ("causal", "deterministic", "dropout_p", "kernel", "layout", "plain", "shared")
@@ -71,8 +74,14 @@ def forward(q, k, v, options, others, return_lse=True):
     """The core's forward pass: (out, lse), or out alone. ``others``: by name, of ``ARRAYS``."""
     ordered = not q.is_contiguous() and options.layout == "bhsd" and q.dim() == 4 and v.dim() >= 3
     out = empty_in_order(q, v.shape[-1]) if ordered else None
-    if options.plain and not others:
-        return _core.attention(q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse)
+    if options.plain:
+        if not others:
+            return _core.attention(q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse)
+        if others.keys() == _STARTS:
+            return _core.attention(
+                q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse,
+                cu_seqlens_q=others["cu_seqlens_q"], cu_seqlens_k=others["cu_seqlens_k"],
+            )  # fmt: skip
     given = _given(options, others)
     if options.kernel is not None:
         return _core.attention(q, k, v, out=out, return_lse=return_lse, kernel=options.kernel, **given)
@@ -86,11 +95,17 @@ def backward(dout, dlse, kept, others, options, wrt):
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         known = {"q": q, "k": k, "v": v}
         grads = tuple([empty_in_order(known[name], known[name].shape[-1]) if name in known else None for name in wrt])
-    if options.plain and not others:
-        return _core.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
-            deterministic=deterministic,
-        )  # fmt: skip
+    if options.plain:
+        if not others:
+            return _core.attention_backward(
+                dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
+                deterministic=deterministic,
+            )  # fmt: skip
+        if others.keys() == _STARTS:
+            return _core.attention_backward(
+                dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
+                deterministic=deterministic, cu_seqlens_q=others["cu_seqlens_q"], cu_seqlens_k=others["cu_seqlens_k"],
+            )  # fmt: skip
     given = _given(options, others)
     return _core.attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, deterministic=deterministic, **given
@@ -144,8 +159,9 @@ def with_k_range(given):
     return given
 
 
-def index_arrays(k_range, given):
-    """Those of index arrays that are given, by the core's names: of int32, which int64 is turned into."""
+def index_arrays(k_range, given, through_op=True):
+    """Those of index arrays that are given, by the core's names: of int32, which int64 is turned into. ``through_op``: by an
+    operator."""
     if k_range is not None:
         if not isinstance(k_range, (tuple, list)):
             raise TypeError(f"k_range has type {type(k_range).__name__}; accepted: {_RANGES}")
@@ -155,6 +171,9 @@ def index_arrays(k_range, given):
     found = {}
     for name, x in given.items():
         if x is None:
+            continue
+        if type(x) is _TENSOR and x.dtype is _INT32 and not through_op:
+            found[name] = x  # the core looks at the rest
             continue
         if not isinstance(x, torch.Tensor):
             name = name.replace("k_range_", "k_range's ")

@@ -279,6 +279,7 @@ def test_bad_input():
         ({"window_size": 3}, ValueError, "window_size is 3; accepted: a pair"),
         ({"window_size": (1, 2, 3)}, ValueError, "window_size is"),
         ({"window_size": (1.5, 2)}, TypeError, "window_size holds a float"),
+        ({"window_size": (-1.0, -1.0)}, TypeError, "window_size holds a float"),
         ({"window_size": torch.tensor([1.5, 2])}, TypeError, "window_size holds a float"),
         ({"window_size": torch.tensor(3)}, ValueError, "window_size is 3"),
         ({"causal": "top_left"}, TypeError, "causal has type str; accepted: True or False"),

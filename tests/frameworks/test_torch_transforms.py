@@ -93,7 +93,7 @@ def test_tensors_of_transforms_that_have_ended(device):
     kept = []
 
     def keep(x):
-        kept.append(x * 2)
+        kept.extend((x * 2, x[..., :5] > 0))
         return x.sum()
 
     given = torch.randn(2, 3, 5, 8, device=device)
@@ -102,6 +102,9 @@ def test_tensors_of_transforms_that_have_ended(device):
     for lse in (False, True):
         got, wanted = (ft.attention(q, x, x, return_lse=lse) for x in (kept[0], given * 2))
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    got, wanted = (ft.attention(q, given, given, mask=mask) for mask in (kept[1], given[..., :5] > 0))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), q) for x in (got, wanted)), rtol=0, atol=0)
 
 
 def test_third_derivatives(device):
