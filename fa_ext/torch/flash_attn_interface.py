@@ -107,9 +107,10 @@ def flash_attn_with_kvcache(
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """(out, lse) over all keys, of results over parts of them: ``merge`` of out_partial (parts, B, S, H, D) and lse_partial
-    (parts, B, S, H). ``out`` is written where given; lse is (B, S, H)."""
+    (parts, B, S, H), of any D. ``out`` is written where given; lse is (B, S, H)."""
     parts = [lse.transpose(1, 2) for lse in lse_partial.unbind(0)]
-    found, lse = merge(list(out_partial.unbind(0)), parts, layout="bshd")
+    columns = [merge(list(x.unbind(0)), parts, layout="bshd") for x in out_partial.split(256, -1)]  # the core takes 256 columns
+    found, lse = columns[0] if len(columns) == 1 else (torch.cat([x for x, _ in columns], -1), columns[0][1])
     if out is not None:
         found = out.copy_(found)
     elif out_dtype is not None:

@@ -178,6 +178,16 @@ def test_combine(out):
     assert fa.flash_attn_combine(outs, lses.transpose(2, 3), out_dtype=torch.float16)[0].dtype == torch.float16
 
 
+def test_combine_of_wide_heads():
+    """More columns than attention takes, of parts that are no contiguous tensors, of which one has no keys."""
+    (outs,), (lses,) = math.draw((6, 2, H, 3, 600), dtype=torch.float32), math.draw((3, 2, 2 * H, 3), dtype=torch.float32, seed=1)
+    outs, lses = outs.transpose(2, 3)[::2], lses.transpose(2, 3)[..., :H]
+    lses[1] = -torch.inf
+    got, lse = fa.flash_attn_combine(outs, lses)
+    close(got, (lses.softmax(0)[..., None] * outs).sum(0))
+    close(lse, lses.logsumexp(0))
+
+
 def test_there_is_no_scheduler_metadata():
     lengths = torch.tensor([3], dtype=torch.int32)
     for module in (fa, vllm_flash_attn):
