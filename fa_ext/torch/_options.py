@@ -179,7 +179,12 @@ def index_arrays(k_range, given, through_op=True):
             name = name.replace("k_range_", "k_range's ")
             raise TypeError(f"{name} has type {type(x).__name__}; accepted: torch.Tensor of int32 or int64")
         refuse_layout(name, x)
-        found[name] = x.to(torch.int32) if x.dtype == torch.int64 else x
+        if x.dtype != torch.int64:
+            found[name] = x
+        elif name == "cu_seqlens_k" and x is given["cu_seqlens_q"]:
+            found[name] = found["cu_seqlens_q"]
+        else:
+            found[name] = x.to(torch.int32)
     return found
 
 

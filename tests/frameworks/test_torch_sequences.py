@@ -195,6 +195,13 @@ def test_int64_indices(device, name):
     assert all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+def test_one_tensor_of_int64_for_queries_and_keys(device):
+    q, starts = torch.randn(7, 2, 8, device=device, requires_grad=True), index([0, 3, 7], device)
+    out, got = (ft.attention(q, q, q, causal="bottom_right", cu_seqlens_q=x, cu_seqlens_k=x) for x in (starts, starts.long()))
+    assert torch.equal(got, out)
+    assert torch.equal(*(torch.autograd.grad(x.square().sum(), q)[0] for x in (got, out)))
+
+
 @pytest.mark.parametrize("name, changed", [("packed", "cu_seqlens_q"), ("padded", "seqlens_k"), ("range", "k_range"), ("positions", "positions")])
 def test_indices_that_change_between_the_passes_are_refused(device, name, changed):
     tensors, indices, options = make(name, device, torch.float32)
