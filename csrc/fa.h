@@ -208,6 +208,9 @@ typedef struct fa_forward {
     fa_dtype bias_dtype, sinks_dtype;
     fa_dtype out_dtype, lse_dtype;
     bool wants_lse; /* the caller wants the LSE */
+    /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. A query sees the keys of its own
+     * id alone. */
+    fa_operand q_segments, k_segments;
 } fa_forward;
 
 /* One result of attention over a part of the keys. */
@@ -453,7 +456,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 5
+#define FA_KERNEL_ABI 6
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

@@ -27,6 +27,7 @@ typedef struct row {
 } row;
 
 static bool masked(const fa_forward *p, const row *r, int64_t key) {
+    if (!fa_same_segment(p, r->batch, r->query, key)) return true;
     if (!p->mask.data) return false;
     return !((const uint8_t *)p->mask.data)[fa_at(&p->mask, r->batch, r->head, r->query, key)];
 }
@@ -166,7 +167,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
-             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT,
+             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT | FA_WITH_SEGMENTS,
     .plan = plan,
     .launch = launch,
 };

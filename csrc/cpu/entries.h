@@ -93,6 +93,13 @@ static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i
     return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
 }
 
+/* Whether a query and a key of batch entry b have one id, or there are none. */
+static inline bool fa_same_segment(const fa_forward *p, int64_t b, int64_t query, int64_t key) {
+    if (!p->q_segments.data) return true;
+    return fa_index(p->q_segments.data, b * p->q_segments.stride[0] + query) ==
+           fa_index(p->k_segments.data, b * p->k_segments.stride[0] + key);
+}
+
 /* Where a key lies in k and v: which batch entry or page, -1 where it has no page, and which row there. */
 typedef struct fa_cpu_place {
     int64_t first, row;

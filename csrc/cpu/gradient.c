@@ -33,6 +33,8 @@ void fa_cpu_alone(const fa_problem *problem, const fa_cpu_entry *sequence, fa_pr
     move(&f->bias, f->bias_dtype, b, 0);
     move(&f->mask, FA_BOOL, b, 0);
     move(&f->alibi, FA_F32, b, 0);
+    move(&f->q_segments, FA_I32, b, 0);
+    move(&f->k_segments, FA_I32, b, 0);
     move(&p->dout, f->dtype, b, e->first_q);
     move(&p->lse, f->lse_dtype, b, e->first_q);
     move(&p->dlse, f->lse_dtype, b, e->first_q);
@@ -85,11 +87,12 @@ void fa_cpu_clear(const fa_problem *problem, const fa_cpu_entry *entry) {
 
 /* ---- sinks ---- */
 
-/* Whether mask and bias, which hide a key whatever its slope, leave none of the keys of query i. */
+/* Whether segments, mask and bias, which hide a key whatever its slope, leave none of the keys of query i. */
 static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
     const fa_forward *f = &problem->forward;
     const fa_query x = {.batch = b, .head = h, .index = i, .keys = fa_keys_of(problem, i)};
-    const bool alike = (!f->mask.data || f->mask.stride[3] == 0) && (!f->bias.data || f->bias.stride[3] == 0);
+    const bool alike =
+        !f->q_segments.data && (!f->mask.data || f->mask.stride[3] == 0) && (!f->bias.data || f->bias.stride[3] == 0);
     const int64_t end = alike && x.keys.begin < x.keys.end ? x.keys.begin + 1 : x.keys.end;
     double bias;
     for (int64_t j = x.keys.begin; j < end; j++)

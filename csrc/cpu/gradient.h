@@ -35,10 +35,11 @@ static inline fa_query fa_query_at(const fa_problem *problem, int64_t b, int64_t
     return (fa_query){b, h, i, position, keys, fa_slope(&problem->forward, b, h)};
 }
 
-/* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
+/* Whether segments, mask and bias leave a pair, and what bias and ALiBi add to its score. */
 static inline bool fa_pair_seen(const fa_problem *problem, const fa_query *x, int64_t j, double *bias) {
     const fa_forward *f = &problem->forward;
     *bias = 0;
+    if (!fa_same_segment(f, x->batch, x->index, j)) return false;
     if (f->mask.data && !((const uint8_t *)f->mask.data)[fa_at(&f->mask, x->batch, x->head, x->index, j)]) return false;
     if (f->bias.data) {
         *bias = fa_load(f->bias.data, f->bias_dtype, fa_at(&f->bias, x->batch, x->head, x->index, j));

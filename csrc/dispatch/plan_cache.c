@@ -31,7 +31,8 @@ enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_
 #define DATA_OF_INPUTS(of)                                                                                             \
     DATA(q, of.q.data), DATA(k, of.k.data), DATA(v, of.v.data), DATA(out, of.out.data), DATA(bias, of.bias.data),      \
         DATA(mask, of.mask.data), DATA(sinks, of.sinks.data), DATA(alibi, of.alibi.data),                              \
-        DATA(dropout_state, of.dropout.state)
+        DATA(dropout_state, of.dropout.state), DATA(q_segments, of.q_segments.data),                                   \
+        DATA(k_segments, of.k_segments.data)
 
 typedef unsigned short offset;
 

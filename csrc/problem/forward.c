@@ -90,7 +90,7 @@ static double limited(double scale, fa_dtype dtype) {
     return fabs(scale) > limit ? copysign(limit, scale) : scale;
 }
 
-static fa_code check_options(const fa_request *request, bool sequences, fa_forward *p, fa_status *status) {
+static fa_code check_options(const fa_request *request, fa_forward *p, fa_status *status) {
     if (request->options.has_scale && !isfinite(request->options.scale))
         return fa_fail(status, FA_EVALUE, "scale is %g; accepted: a finite number, or None for 1/sqrt(head_dim)",
                        request->options.scale);
@@ -101,7 +101,7 @@ static fa_code check_options(const fa_request *request, bool sequences, fa_forwa
         return fa_fail(status, FA_EVALUE,
                        "window is (%lld, %lld); accepted: each side an int >= 0, or None for unbounded (not -1)",
                        (long long)request->options.window_left, (long long)request->options.window_right);
-    if (!sequences && request->options.causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
+    if (request->options.causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
         return fa_fail(status, FA_EVALUE,
                        "causal=True with seq_q %lld and seq_k %lld is ambiguous; say causal=\"top_left\" (query i sees "
                        "keys j <= i) or causal=\"bottom_right\" (the last query sees every key)",
@@ -296,7 +296,7 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
     /* what is absent; all other fields are set below */
-    p->lse = p->bias = p->mask = p->sinks = p->alibi = (fa_operand){0};
+    p->lse = p->bias = p->mask = p->sinks = p->alibi = p->q_segments = p->k_segments = (fa_operand){0};
     p->dropout = (fa_dropout){0};
     p->out.data = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
@@ -308,7 +308,7 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     if (sequences) FA_TRY(fa_sequences_check(request, status));
     FA_TRY(check_sizes(request, sequences, p, status));
     if (sequences) FA_TRY(fa_sequences_build(request, problem, status));
-    FA_TRY(check_options(request, sequences, p, status));
+    FA_TRY(check_options(request, p, status));
     resolve_visibility(request, sequences, p);
     fa_view_operand(&p->q, request->q, request->options.layout);
     fa_view_operand(&p->k, request->k, request->options.layout);

@@ -53,9 +53,32 @@ static fa_code check_storage(const fa_request *request, fa_status *status) {
     return FA_OK;
 }
 
+/* Whether there is nothing to sequences but segments, so that all of them are as long as their arrays. */
+static bool segments_alone(const fa_request *request) {
+    for (int n = 0; n < FA_OPERAND_COUNT; n++)
+        if (n != FA_OPERAND_q_segments && n != FA_OPERAND_k_segments && fa_operands[n].role == FA_ROLE_INDEX &&
+            fa_request_view(request, (fa_operand_number)n))
+            return false;
+    return request->q->ndim == 4 && request->k->ndim == 4;
+}
+
+static fa_code check_segments(const fa_request *request, fa_status *status) {
+    const fa_view *q = request->q, *k = request->k;
+    if (!request->q_segments && !request->k_segments) return FA_OK;
+    if (!request->q_segments || !request->k_segments)
+        return fa_fail(status, FA_EVALUE, "segments' %s is absent, but %s is given; accepted: both, or neither",
+                       request->q_segments ? "k_ids" : "q_ids", request->q_segments ? "q_ids" : "k_ids");
+    if (q->ndim == 3 || k->ndim == 3)
+        return fa_fail(status, FA_EVALUE,
+                       "segments is given, but %s is packed, shape %s; packed sequences are documents already",
+                       q->ndim == 3 ? "q" : "k", fa_show_shape(q->ndim == 3 ? q->shape : k->shape, 3).text);
+    if (request->page_table) return fa_fail(status, FA_EVALUE, "segments and page_table are both given; accepted: one");
+    return FA_OK;
+}
+
 /* Options that contradict what is only known on the device. */
 static fa_code check_meaning(const fa_request *request, fa_status *status) {
-    if (request->options.causal == FA_CAUSAL_TRUE)
+    if (request->options.causal == FA_CAUSAL_TRUE && !segments_alone(request))
         return fa_fail(
             status, FA_EVALUE,
             "causal=True needs seq_q == seq_k, which the host cannot see in sequences; say "
@@ -148,8 +171,24 @@ static fa_code read_positions(const fa_request *request, fa_problem *problem, fa
     return FA_OK;
 }
 
+static fa_code read_segments(const fa_request *request, fa_forward *p, fa_status *status) {
+    static const int32_t none; /* data of no ids: never read, but not NULL, which means no segments */
+    const fa_view *views[2] = {request->q_segments, request->k_segments};
+    static const char *const names[2] = {"segments' q_ids", "segments' k_ids"};
+    static const char *const axes[2] = {"(batch, seq_q)", "(batch, seq_k)"};
+    fa_operand *operands[2] = {&p->q_segments, &p->k_segments};
+    for (int n = 0; n < 2 && views[n]; n++) {
+        const int64_t shape[2] = {p->batch, n ? p->seq_k : p->seq_q};
+        FA_TRY(fa_check_indices(names[n], views[n], shape, 2, axes[n], "q", request->q, status));
+        operands[n]->data = views[n]->data ? views[n]->data : (void *)(uintptr_t)&none;
+        operands[n]->stride[0] = views[n]->shape[0] > 1 ? views[n]->strides[0] : 0;
+    }
+    return FA_OK;
+}
+
 fa_code fa_sequences_check(const fa_request *request, fa_status *status) {
     FA_TRY(check_storage(request, status));
+    FA_TRY(check_segments(request, status));
     return check_meaning(request, status);
 }
 
@@ -171,6 +210,7 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
     FA_TRY(read_array("k_range's end", request->k_range_end, batch, "(batch,)", q, &s->end, status));
     FA_TRY(read_pages(request, problem, status));
     FA_TRY(read_positions(request, problem, status));
+    FA_TRY(read_segments(request, p, status));
     s->q.rows = p->seq_q;
     s->k.rows = p->seq_k;
     return FA_OK;

@@ -18,7 +18,7 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     FA_TRY(fa_read_check(&call->bound, &a->check, status));
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &a->request, status));
-    FA_TRY(fa_call_range(state, call, &a->request, status));
+    FA_TRY(fa_call_pairs(state, call, &a->request, status));
     FA_TRY(fa_call_dropout(state, call, &a->request, status));
     FA_TRY(fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_out), &a->request.out, &a->request.lse, status));
     FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));

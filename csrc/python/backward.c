@@ -8,7 +8,7 @@
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_BACKWARD))
-    ARRAYS = FA_GRAD_COUNT + 3 /* begin and end of k_range, dropout's state */
+    ARRAYS = FA_GRAD_COUNT + 5 /* two of k_range and of segments, dropout's state */
 #include "signature.def"
 #undef FA_PARAMETER
 };
@@ -95,7 +95,7 @@ static fa_code read_backward(fa_state *state, fa_function function, PyObject *co
     FA_TRY(read_wrt(b, status));
     FA_TRY(fa_call_place(state, FA_BACKWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &b->request, status));
-    FA_TRY(fa_call_range(state, call, &b->request.forward, status));
+    FA_TRY(fa_call_pairs(state, call, &b->request.forward, status));
     FA_TRY(fa_call_dropout(state, call, &b->request.forward, status));
     FA_TRY(read_grads(state, b, status));
     return fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status);

@@ -49,21 +49,32 @@ fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *
     return FA_OK;
 }
 
-fa_code fa_call_range(fa_state *state, fa_call *call, fa_request *request, fa_status *status) {
-    PyObject *range = fa_given(&call->bound, FA_ARG_k_range);
-    if (!range) return FA_OK;
-    const char *accepted = "None or a pair (begin, end), each an array (batch,) or None";
-    if (!PyTuple_Check(range) && !PyList_Check(range)) return fa_wrong_type("k_range", range, accepted, status);
-    if (PySequence_Size(range) != 2)
-        return fa_fail(status, FA_EVALUE, "k_range has %zd items; accepted: %s", (ssize_t)PySequence_Size(range),
+/* An argument that is a pair of arrays. `some`: each of them may be None. */
+static fa_code read_pair(fa_state *state, fa_call *call, fa_argument argument, const char *accepted, bool some,
+                         const char *const names[2], const fa_view **const views[2], fa_status *status) {
+    PyObject *pair = fa_given(&call->bound, argument);
+    const char *name = fa_parameters[argument].name;
+    if (!pair) return FA_OK;
+    if (!PyTuple_Check(pair) && !PyList_Check(pair)) return fa_wrong_type(name, pair, accepted, status);
+    if (PySequence_Size(pair) != 2)
+        return fa_fail(status, FA_EVALUE, "%s has %zd items; accepted: %s", name, (ssize_t)PySequence_Size(pair),
                        accepted);
-    static const char *const names[2] = {"k_range's begin", "k_range's end"};
-    const fa_view **views[2] = {&request->k_range_begin, &request->k_range_end};
     for (int n = 0; n < 2; n++) {
-        PyObject *side = PyTuple_Check(range) ? PyTuple_GetItem(range, n) : PyList_GetItem(range, n);
-        if (side && side != Py_None) FA_TRY(fa_call_array(state, call, names[n], side, views[n], status));
+        PyObject *one = PyTuple_Check(pair) ? PyTuple_GetItem(pair, n) : PyList_GetItem(pair, n);
+        if (one && (one != Py_None || !some)) FA_TRY(fa_call_array(state, call, names[n], one, views[n], status));
     }
     return FA_OK;
+}
+
+fa_code fa_call_pairs(fa_state *state, fa_call *call, fa_request *request, fa_status *status) {
+    static const char *const ends[2] = {"k_range's begin", "k_range's end"};
+    static const char *const ids[2] = {"segments' q_ids", "segments' k_ids"};
+    const fa_view **const ranges[2] = {&request->k_range_begin, &request->k_range_end};
+    const fa_view **const segments[2] = {&request->q_segments, &request->k_segments};
+    FA_TRY(read_pair(state, call, FA_ARG_k_range, "None or a pair (begin, end), each an array (batch,) or None", true,
+                     ends, ranges, status));
+    return read_pair(state, call, FA_ARG_segments, "None or a pair of arrays (q_ids, k_ids)", false, ids, segments,
+                     status);
 }
 
 fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_device_info *described,

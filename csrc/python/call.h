@@ -86,8 +86,8 @@ fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const f
 fa_code fa_call_dropout(fa_state *state, fa_call *call, fa_request *request, fa_status *status);
 /* Reads the arrays that are given into the function's request. `first` decides for the others. */
 fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status);
-/* Reads k_range=, a pair of arrays, each of which may be None. */
-fa_code fa_call_range(fa_state *state, fa_call *call, fa_request *request, fa_status *status);
+/* Reads k_range= and segments=, pairs of arrays. */
+fa_code fa_call_pairs(fa_state *state, fa_call *call, fa_request *request, fa_status *status);
 /* A variable of the environment as os.environ has it, or NULL; `name` is `variable` as bytes. *held: to be released
  * when the text is no longer needed. */
 fa_code fa_environment(fa_state *state, PyObject *name, const char *variable, const char **text, PyObject **held,
@@ -117,7 +117,7 @@ PyObject *fa_call_give(fa_state *state, const fa_call *call, PyObject *given, bo
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_FORWARD))
-    FA_FORWARD_ARRAYS = 5 /* out, lse, begin and end of k_range, dropout's state */
+    FA_FORWARD_ARRAYS = 7 /* out, lse, two of k_range and of segments, dropout's state */
 #include "signature.def"
 #undef FA_PARAMETER
 };

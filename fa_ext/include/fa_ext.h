@@ -138,6 +138,9 @@ typedef struct fa_ext_forward {
     const fa_ext_array *positions;                   /* (T,) or (B, Sq): where queries stand among the keys */
     int32_t check;                                   /* fa_ext_check */
     int32_t reserved;                                /* 0 */
+    /* (B, Sq) and (B, Sk), int32: a query sees the keys of its own id alone; both or neither, with q and k of four axes
+     */
+    const fa_ext_array *q_segments, *k_segments;
 } fa_ext_forward;
 
 /* Gradients that are NULL are not computed; one at least is needed, and so is `dout` or `dlse`. */
@@ -154,8 +157,9 @@ typedef struct fa_ext_backward {
     /* as in fa_ext_forward, and as they were there; out, dout, lse, dlse and the results follow q, k and v */
     const fa_ext_array *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;
     const fa_ext_array *k_range_begin, *k_range_end, *positions;
-    int32_t check;    /* fa_ext_check */
-    int32_t reserved; /* 0 */
+    int32_t check;                               /* fa_ext_check */
+    int32_t reserved;                            /* 0 */
+    const fa_ext_array *q_segments, *k_segments; /* as in fa_ext_forward */
 } fa_ext_backward;
 
 typedef struct fa_ext_merge {

@@ -54,11 +54,13 @@ class Options:
     page_table: Any = None
     k_range: Any = None
     positions: Any = None
+    segments: Any = None
     dropout: Any = None
     layout: str | None = None
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
     ARRAYS = ("bias", "mask", "sinks", "alibi", *INDICES)
+    PAIRS = ("k_range", "segments")
 
     def __post_init__(self):
         if self.layout is None:
@@ -68,13 +70,14 @@ class Options:
         """With ``convert`` applied to each array that is there."""
         arrays = {name: getattr(self, name) for name in self.ARRAYS}
         found = {name: convert(x) for name, x in arrays.items() if x is not None}
-        if self.k_range is not None:
-            found["k_range"] = tuple(None if x is None else convert(x) for x in self.k_range)
+        for name in self.PAIRS:
+            if (pair := getattr(self, name)) is not None:
+                found[name] = tuple(None if x is None else convert(x) for x in pair)
         return replace(self, **found)
 
     def sequences(self, q, k) -> bool:
         """Whether the call says more than dense arrays do."""
-        indices = (self.k_range, *(getattr(self, name) for name in self.INDICES))
+        indices = (getattr(self, name) for name in (*self.PAIRS, *self.INDICES))
         return q.ndim == 3 or k.ndim == 3 or any(x is not None for x in indices)
 
 

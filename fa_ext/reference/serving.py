@@ -110,7 +110,7 @@ def attention(q, k, v, **arguments):
     """Softmax attention in float64 over sequences.
 
     Arguments as in ``fa_ext.attention``: the options of ``reference.attention`` and alibi, cu_seqlens_q, seqlens_q,
-    cu_seqlens_k, seqlens_k, page_table, k_range, positions. Dropout's batch entry is the number of the sequence, its query and
+    cu_seqlens_k, seqlens_k, page_table, k_range, positions, segments. Dropout's batch entry is the number of the sequence, its query and
     key the indices within the sequence.
 
     Returns (out, lse), both float64: shaped as q with v's head_dim, and (B, H, Sq), or (H, T) for q of three axes. Rows
@@ -352,13 +352,18 @@ class Alone:
         self.left, self.right, _ = dense.band(0, 0, o.causal, o.window)
         shape = (batch, heads, rows_q, keys)
         self.bias, self.mask = (None if x is None else xp.broadcast_to(xp.asarray(x), shape) for x in (o.bias, o.mask))
+        self.segments = None if o.segments is None else [_host(x) for x in o.segments]
         self.slopes = None if o.alibi is None else xp.broadcast_to(xp.asarray(o.alibi), (batch, heads))
         self.dropout = Dropout.read(o.dropout, batch, heads, rows_q, k.shape[0] if k.ndim == 3 else keys)
 
     def seen(self, p):
-        """(n_q, n_k): what causal, window and range let a sequence's queries see of the keys that were cut out."""
-        offset = self._offset(p)
-        return (offset >= -self.left) & (offset <= self.right) & self.xp.asarray(p.held)[None, :]
+        """(n_q, n_k): what causal, window, range and segments let a sequence's queries see of the keys that were cut out."""
+        offset, s = self._offset(p), p.sequence
+        seen = (offset >= -self.left) & (offset <= self.right) & self.xp.asarray(p.held)[None, :]
+        if self.segments is None:
+            return seen
+        q_ids, k_ids = (x[p.b] for x in self.segments)
+        return seen & self.xp.asarray(q_ids[: s.seq_q, None] == k_ids[None, s.seen_begin : s.seen_end])
 
     def _offset(self, p):
         xp, s = self.xp, p.sequence

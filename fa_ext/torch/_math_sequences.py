@@ -9,19 +9,20 @@ from . import _math
 
 
 class Sequence(NamedTuple):
-    """The rows of q and the keys that a sequence uses, those of its keys that take part, and where its queries stand among the keys
-    (None: by the diagonal)."""
+    """The rows of q and the keys that a sequence uses, those of its keys that take part, where its queries stand among the keys
+    (None: by the diagonal), and which pairs have one id (None: all)."""
 
     queries: range
     keys: range
     seen: range
     positions: torch.Tensor | None
+    same: torch.Tensor | None
 
 
 def sequences_of(q, k, indices, options):
     """The sequences of a call. ``indices``: index arrays by name; their contents are read as ``csrc/geometry.h`` reads them."""
-    known = {name: _contents(name, x) for name, x in indices.items() if name != "positions"}
-    places = indices.get("positions")
+    known = {name: _contents(name, x) for name, x in indices.items() if name not in ("positions", "q_segments", "k_segments")}
+    places, q_ids, k_ids = (indices.get(name) for name in ("positions", "q_segments", "k_segments"))
     axis = 1 if options["layout"] == "bshd" else 2
     starts_q, starts_k = known.get("cu_seqlens_q"), known.get("cu_seqlens_k")
     batch = q.shape[0] if starts_q is None else len(starts_q) - 1
@@ -32,7 +33,8 @@ def sequences_of(q, k, indices, options):
         begin = _clamp(known["k_range_begin"][b], 0, len(keys)) if "k_range_begin" in known else 0
         end = _clamp(known["k_range_end"][b], 0, len(keys)) if "k_range_end" in known else len(keys)
         standing = None if places is None else (places if q.dim() == 3 else places[b])[rows.start : rows.stop]
-        found.append(Sequence(rows, keys, range(begin, end), standing))
+        same = None if q_ids is None else q_ids[b, : len(rows), None] == k_ids[b, None, : len(keys)]
+        found.append(Sequence(rows, keys, range(begin, end), standing, same))
     return found
 
 
@@ -92,6 +94,7 @@ def _attend(q, k, v, others, sequence, keep, options):
     else:
         far = keys - sequence.positions[:, None].long()
     seen = (keys >= sequence.seen.start) & (keys < sequence.seen.stop)
+    seen = seen if sequence.same is None else seen & sequence.same
     return _math.over_pairs(q, k, v, others, far, _math.band(far, options["causal"], options["window"]) & seen, keep, options)
 
 

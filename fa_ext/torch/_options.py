@@ -149,25 +149,45 @@ def _given(options, others):
     given: dict[str, Any] = {**options.shared, **others}
     if STATE in given:
         given["dropout"] = (options.dropout_p, given.pop(STATE))
-    return with_k_range(given)
+    return with_pairs(given)
 
 
-def with_k_range(given):
-    """Both ends of ``k_range``, where one is given, as the core's keyword."""
-    if "k_range_begin" in given or "k_range_end" in given:
-        given["k_range"] = given.pop("k_range_begin", None), given.pop("k_range_end", None)
+#: Keywords that are pairs of arrays: the operands behind them, and what is accepted.
+_PAIRS = {
+    "k_range": (("k_range_begin", "k_range_end"), "None or a pair (begin, end), each a tensor (batch,) or None"),
+    "segments": (("q_segments", "k_segments"), "None or a pair of tensors (q_ids, k_ids), (batch, seq_q) and (batch, seq_k)"),
+}
+#: The words for those operands in messages.
+_WORDS = {"k_range_begin": "k_range's begin", "k_range_end": "k_range's end", "q_segments": "segments' q_ids", "k_segments": "segments' k_ids"}
+
+
+def with_pairs(given):
+    """Operands that are two of one keyword of the core, where one is given, as that keyword."""
+    for keyword, ((first, second), _) in _PAIRS.items():
+        if first in given or second in given:
+            given[keyword] = given.pop(first, None), given.pop(second, None)
     return given
 
 
-def index_arrays(k_range, given, through_op=True):
+def _pair(keyword, pair):
+    """The two operands behind a keyword, by name."""
+    names, accepted = _PAIRS[keyword]
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(f"{keyword} has type {type(pair).__name__}; accepted: {accepted}")
+    if len(pair) != 2:
+        raise ValueError(f"{keyword} has {len(pair)} items; accepted: {accepted}")
+    if keyword == "segments" and any(x is None for x in pair):
+        raise TypeError(f"segments has an item of None; accepted: {accepted}")
+    return dict(zip(names, pair, strict=True))
+
+
+def index_arrays(k_range, segments, given, through_op=True):
     """Those of index arrays that are given, by the core's names: of int32, which int64 is turned into. ``through_op``: by an
     operator."""
     if k_range is not None:
-        if not isinstance(k_range, (tuple, list)):
-            raise TypeError(f"k_range has type {type(k_range).__name__}; accepted: {_RANGES}")
-        if len(k_range) != 2:
-            raise ValueError(f"k_range has {len(k_range)} items; accepted: {_RANGES}")
-        given["k_range_begin"], given["k_range_end"] = k_range
+        given |= _pair("k_range", k_range)
+    if segments is not None:
+        given |= _pair("segments", segments)
     found = {}
     for name, x in given.items():
         if x is None:
@@ -176,8 +196,7 @@ def index_arrays(k_range, given, through_op=True):
             found[name] = x  # the core looks at the rest
             continue
         if not isinstance(x, torch.Tensor):
-            name = name.replace("k_range_", "k_range's ")
-            raise TypeError(f"{name} has type {type(x).__name__}; accepted: torch.Tensor of int32 or int64")
+            raise TypeError(f"{_WORDS.get(name, name)} has type {type(x).__name__}; accepted: torch.Tensor of int32 or int64")
         refuse_layout(name, x)
         if x.dtype != torch.int64:
             found[name] = x
@@ -243,7 +262,6 @@ def _integer(bound):
 
 
 _CAUSALS = "False, True, 'top_left', 'bottom_right'"
-_RANGES = "None or a pair (begin, end), each a tensor (batch,) or None"
 _WINDOWS = "None or a pair (left, right), each an int >= 0 or None"
 
 

@@ -15,7 +15,7 @@ from .. import _core
 from .._operands import INDICES, OPTIONS
 from ._eager import _transformed
 from ._library import operator, wrote
-from ._options import checked_causal, ends_of, lse_shape, named, refuse_layout, refuse_layouts, with_k_range
+from ._options import checked_causal, ends_of, lse_shape, named, refuse_layout, refuse_layouts, with_pairs
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
@@ -100,7 +100,7 @@ def attention_out(
     scale: Optional[float], softcap: float, layout: Optional[str], check: Optional[bool], kernel: Optional[str],
     batch_invariant: bool, *others: Optional[Tensor],
 ) -> None:  # fmt: skip
-    given = with_k_range(_given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others))
+    given = with_pairs(_given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others))
     if left is not None or right is not None:
         given["window"] = (left, right)
     _core.attention(
@@ -125,7 +125,7 @@ def attend(
     if pair:
         refuse_derivatives(_INTO, **_numbered("out", out))
     if not through_op:
-        given = with_k_range(_given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices)
+        given = with_pairs(_given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices)
         try:
             found = _plainly(_core.attention)(
                 q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given

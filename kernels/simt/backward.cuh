@@ -24,12 +24,13 @@ namespace simt_backward {
 
 /* ---- rows ---- */
 
-/* Of a query that sees the keys [begin, end) but for bias and mask. */
+/* Of a query that sees the keys [begin, end) but for bias and mask, and for those that are not `among`. */
+template <class... Among>
 __device__ inline bool sees_nothing(const fa::AttentionParams &f, const fa::KeyRange &keys, int64_t b, int64_t h,
-                                    int64_t i) {
+                                    int64_t i, const Among &...among) {
     float bias;
     for (int64_t j = keys.begin; j < keys.end; ++j)
-        if (shown(f, b, h, i, j, &bias)) return false;
+        if ((among(j) && ...) && shown(f, b, h, i, j, &bias)) return false;
     return true;
 }
 
@@ -57,11 +58,11 @@ template <typename T> __device__ float delta_of(const fa::GradientParams &p, int
 }
 
 /* A query's element of work.rows. */
-template <typename T>
+template <typename T, class... Among>
 __device__ __forceinline__ float2 row_values(const fa::GradientParams &p, const fa::KeyRange &keys, int64_t b,
-                                             int64_t h, int64_t i) {
+                                             int64_t h, int64_t i, const Among &...among) {
     float2 row = make_float2(INFINITY, 0.0f);
-    if (!sees_nothing(p.forward, keys, b, h, i)) {
+    if (!sees_nothing(p.forward, keys, b, h, i, among...)) {
         row = make_float2(fa::lse_of_weights(lse_of(p.lse, b, h, i)), delta_of<T>(p, b, h, i));
         if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
     }

@@ -7,6 +7,7 @@
  * them, so that positions are read once. Rows of no sequence belong to the tiles of the sequence before them. */
 #pragma once
 
+#include "common/segments.cuh"      // Segments
 #include "common/spot.cuh"          // Side, Spot, find_spot, find_sequence, entry_keys
 #include "simt/backward.cuh"        // own_queries, own_keys, add_bias
 #include "simt/backward_config.cuh" // Tiles
@@ -22,6 +23,7 @@ struct SequenceCall {
     fa_sequences s;
     fa_fault_board *faults;
     int64_t rows; // of a head in work.rows: as many as q stores
+    fa::Segments segments;
 };
 
 /* Of find_spot(). */
@@ -36,10 +38,15 @@ __device__ __forceinline__ CallView view_of(const SequenceCall &c) { return {c.p
 template <int kBlock> struct Alone {
     fa::GradientParams p;     // the call, moved to the sequence
     const int32_t *positions; // of its queries; NULL: by the diagonal
+    fa::Segments segments;    // of its queries and keys
     int64_t joined[kThreads / 32];
     int64_t position[kBlock];  // where each query of the tile stands
     fa::KeyRange keys[kBlock]; // that it sees
     float2 unseen[kBlock];     // x: INFINITY for a key that none of them sees
+
+    __device__ __forceinline__ bool alike(int64_t i, int64_t j) const {
+        return !segments.q || segments.of_query(0, i) == segments.of_key(0, j);
+    }
 };
 
 /* How the queries of a sequence see its keys: as Alone says. */
@@ -89,15 +96,16 @@ template <Tile t> struct RowSight {
     }
 
     struct Band {
-        const fa::KeyRange *keys;
-        int64_t key0;
+        const Alone<t.block> &alone;
+        int64_t query0, key0;
 
         __device__ __forceinline__ bool sees(int query, int key) const {
-            return key0 + key >= keys[query].begin && key0 + key < keys[query].end;
+            return key0 + key >= alone.keys[query].begin && key0 + key < alone.keys[query].end &&
+                   alone.alike(query0 + query, key0 + key);
         }
     };
-    __device__ __forceinline__ Band band(const fa::AttentionParams &, int64_t, int64_t key0) const {
-        return {alone.keys, key0};
+    __device__ __forceinline__ Band band(const fa::AttentionParams &, int64_t query0, int64_t key0) const {
+        return {alone, query0, key0};
     }
     __device__ __forceinline__ int64_t distance(const fa::AttentionParams &, int64_t, int64_t key0, int query,
                                                 int key) const {
@@ -111,10 +119,10 @@ __device__ __forceinline__ void move_rows(fa_operand &x, int64_t row, size_t siz
     if (x.data) x.data = static_cast<char *>(x.data) + row * x.stride[2] * int64_t(size);
 }
 
-/* Moves the call to a sequence whose first query and key are rows first_q and first_k. By the block. */
+/* Moves the call to sequence `batch`, whose first query and key are rows first_q and first_k. By the block. */
 template <typename T, int kBlock>
-__device__ __forceinline__ void settle(const SequenceCall &c, const fa_entry &e, int64_t first_q, int64_t first_k,
-                                       Alone<kBlock> &alone) {
+__device__ __forceinline__ void settle(const SequenceCall &c, const fa_entry &e, int64_t batch, int64_t first_q,
+                                       int64_t first_k, Alone<kBlock> &alone) {
     static_assert(sizeof(fa::GradientParams) % sizeof(int64_t) == 0);
     const fa_span keys = fa::entry_keys(e, c.p.forward.left, c.p.forward.right, alone.joined);
     __syncthreads(); // all threads are done with the sequence before
@@ -139,6 +147,9 @@ __device__ __forceinline__ void settle(const SequenceCall &c, const fa_entry &e,
         move_rows(p.grad[FA_GRAD_K], first_k, size_of(p.grad_dtype[FA_GRAD_K]));
         move_rows(p.grad[FA_GRAD_V], first_k, size_of(p.grad_dtype[FA_GRAD_V]));
         alone.positions = e.positions;
+        alone.segments = c.segments;
+        if (c.segments.q) alone.segments.q += batch * c.segments.q_stride;
+        if (c.segments.k) alone.segments.k += batch * c.segments.k_stride;
     }
     __syncthreads();
 }
@@ -159,8 +170,8 @@ __device__ __forceinline__ bool find_tile(const SequenceCall &c, int64_t n, cons
     const int64_t begin = spot.rows.begin, stored = spot.rows.end - begin, first = spot.tile * block;
     if (first >= stored) return false; // the same in all threads
     const int64_t first_q = of_keys ? e.first_q : begin, first_k = of_keys ? begin : e.first_k;
-    settle<T>(c, e, first_q, first_k, alone);
     const int64_t length = of_keys ? e.seq_k : e.seq_q, batch = spot.batch < 0 ? 0 : spot.batch;
+    settle<T>(c, e, batch, first_q, first_k, alone);
     const int64_t last = first + block < stored ? first + block : stored;
     *place = {batch, first, last < length ? last : length, last, c.s.packed_q ? first_q : batch * c.p.forward.seq_q};
     return true;
@@ -195,7 +206,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             float2 row = make_float2(INFINITY, 0.0f);
             if (i < place.end) {
                 const int64_t position = alone.positions ? fa_index(alone.positions, i) : i + f.diagonal;
-                row = row_values<T>(p, fa::row_keys(f, position - f.diagonal), b, h, i);
+                row = row_values<T>(p, fa::row_keys(f, position - f.diagonal), b, h, i,
+                                    [&](int64_t j) { return alone.alike(i, j); });
                 if (row.x == INFINITY) row.y = p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             }
             work.rows[head * c.rows + place.rows + i] = row;
@@ -251,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Shared<t> shared(reinterpret_cast<float *>(memory), work);
     const fa::AttentionParams &f = alone.p.forward;
     own_biases<t>(c.p, shared, [&](int64_t b, const Span &heads, const Span &rows, const Span &keys, auto &sums) {
-        settle<T>(c, fa::find_sequence(view_of(c), b, alone.joined).entry, 0, 0, alone);
+        settle<T>(c, fa::find_sequence(view_of(c), b, alone.joined).entry, b, 0, 0, alone);
         const int64_t row_end = rows.end < f.seq_q ? rows.end : f.seq_q,
                       key_end = keys.end < f.seq_k ? keys.end : f.seq_k;
         for (int64_t h = heads.begin; h < heads.end; ++h)

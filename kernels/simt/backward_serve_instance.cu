@@ -34,7 +34,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         static_assert(sizeof(Alone<C::tile.block>) <= kSequenceBytes);
         const fa_forward &f = problem.backward.forward;
         const SequenceCall c = {fa::gradient_params(problem.backward), problem.sequences, problem.faults,
-                                stored_rows(problem)};
+                                stored_rows(problem), fa::segments_of(f)};
         Work work = work_of(problem, launch);
         for (; work.first_pair < f.heads_kv; work.first_pair += own.pairs) {
             work.pairs = f.heads_kv - work.first_pair < own.pairs ? f.heads_kv - work.first_pair : own.pairs;

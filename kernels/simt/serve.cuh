@@ -1,5 +1,5 @@
-/* The simt kernel for calls with more than dense arrays: sequences of any length, paged keys, positions, ALiBi,
- * dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
+/* The simt kernel for calls with more than dense arrays: sequences of any length, paged keys, positions, segments,
+ * ALiBi, dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
  *
  * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
@@ -10,9 +10,10 @@
 #include "common/alibi.cuh"  // slope_of, with_alibi
 #include "common/faults.cuh" // count_fault
 #include "common/score.cuh"  // bounded
-#include "common/spot.cuh"   // Serving, Spot, find_spot
-#include "philox.h"          // fa_dropout_keeps, fa_dropout_read, fa_dropout_scale
-#include "simt/kernel.cuh"   // LaneTile, general_scores, load4
+#include "common/segments.cuh"
+#include "common/spot.cuh" // Serving, Spot, find_spot
+#include "philox.h"        // fa_dropout_keeps, fa_dropout_read, fa_dropout_scale
+#include "simt/kernel.cuh" // LaneTile, general_scores, load4
 
 namespace fa::simt {
 
@@ -31,6 +32,7 @@ struct KeyRow {
 template <Tile t> struct Shared {
     KeyRow key[t.groups][t.block_n];
     QueryRow query[t.block_m];
+    int32_t key_id[t.groups][t.block_n], query_id[t.block_m]; // of segments; all alike without
     fa_span keys;
     int64_t joined[t.warps];
     fa_dropout dropout; // as it was when the block began
@@ -53,9 +55,10 @@ __device__ __forceinline__ TileSpot find_tile(const Serving &c, int64_t n, int64
     return spot;
 }
 
-/* Fills Shared::query and Shared::keys: by the first warp, a row a lane. */
+/* Fills Shared::query, query_id and keys: by the first warp, a row a lane. */
 template <Tile t>
-__device__ __forceinline__ void place_queries(const Serving &c, const TileSpot &spot, Shared<t> &shared) {
+__device__ __forceinline__ void place_queries(const Serving &c, const Segments &segments, const TileSpot &spot,
+                                              Shared<t> &shared) {
     static_assert(t.block_m <= kWarp);
     const int lane = threadIdx.x;
     if (lane >= kWarp) return;
@@ -74,6 +77,7 @@ __device__ __forceinline__ void place_queries(const Serving &c, const TileSpot &
     const fa_span seen = fa_row_keys(&e, c.p.left, c.p.right, position);
     if (lane < t.block_m)
         shared.query[lane] = there ? QueryRow{position, seen.begin, seen.end} : QueryRow{position, 0, 0};
+    if (lane < t.block_m) shared.query_id[lane] = there ? segments.of_query(spot.batch, spot.query + lane) : 0;
     if (lane == 0) shared.keys = rows > 0 && keys.begin < keys.end ? keys : fa_span{0, 0};
 }
 
@@ -173,6 +177,15 @@ struct Sight {
     }
 };
 
+/* The same with segments. */
+struct SegmentSight : Sight {
+    const int32_t *query_id, *key_id;
+
+    __device__ bool sees(int row, int column) const {
+        return query_id[row] == key_id[column] && Sight::sees(row, column);
+    }
+};
+
 /* Zeroes the weights that dropout takes, of a warp's rows and a block of keys in shared memory. */
 template <int kRows, int kKeys, int kStride>
 __device__ __noinline__ void drop(const fa_dropout &dropout, float *weights, int64_t batch, int64_t head, int64_t row0,
@@ -190,7 +203,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
     /* Products to scores, by way of shared memory. */
     __device__ __forceinline__ void score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
-                                          const TileSpot &spot, int64_t head, const Sight &sight) const {
+                                          const TileSpot &spot, int64_t head, const SegmentSight &sight) const {
         float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();
@@ -244,7 +257,8 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
 template <typename T, class C>
 __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
-    simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o) {
+    simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o,
+               const __grid_constant__ Segments segments) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     static_assert(!t.separate() && !t.prefetch() && t.warps >= kFewestWarps);
@@ -254,13 +268,14 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     const AttentionParams &p = c.p;
     ServeTile<T, t> lane(smem);
     KeyRow *index = shared.key[lane.group];
+    int32_t *key_id = shared.key_id[lane.group];
     if (threadIdx.x == 0 && c.dropout.threshold) shared.dropout = fa_dropout_read(&c.dropout);
 
     for (int64_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
         const int64_t head = tile % p.heads, head_kv = head / (p.heads / p.heads_kv);
         const TileSpot spot = find_tile(c, tile / p.heads, head, o.tiles_m, t.block_m, shared.joined);
         if (spot.rows.begin >= spot.rows.end) continue; // the same in all threads
-        place_queries(c, spot, shared);
+        place_queries(c, segments, spot, shared);
         __syncthreads();
         const fa_span keys = shared.keys;
         const bool idle = spot.query + lane.warp_row >= spot.entry.seq_q; // the warp has no query
@@ -277,8 +292,10 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
         const float slope = spot.batch < 0 ? 0.0f : slope_of(c.alibi, spot.batch, head);
 
         for (int64_t key0 = keys.begin + lane.group * t.block_n; key0 < keys.end; key0 += t.groups * t.block_n) {
-            for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads())
+            for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads()) {
                 index[n] = find_key(c, spot, shared, key0 + n, head == 0);
+                key_id[n] = key0 + n < keys.end ? segments.of_key(spot.batch, key0 + n) : 0;
+            }
             lane.sync_group(); // the index is there
             k_loader.copy(lane.k, index);
             lane.sync_group(); // K is there
@@ -287,7 +304,8 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
                 float s[lane.kLaneRows][lane.kLaneKeys];
                 lane.multiply_keys(s, p.head_dim);
                 if (o.general) {
-                    lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
+                    const Sight sight = {shared.query + lane.warp_row, index, key0, slope};
+                    lane.score(s, c, o, spot, head, {sight, shared.query_id + lane.warp_row, key_id});
                 } else {
                     lane.scale_products(s, o.scale);
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope});

@@ -104,7 +104,7 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .dtypes = fa::kFloatBits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS,
+             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_SEGMENTS,
     .plan = simt_backward::plan,
     .launch = simt_backward::launch,
 };

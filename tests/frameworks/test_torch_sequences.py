@@ -325,3 +325,37 @@ def test_deterministic_follows_torch(device, monkeypatch):
             torch.use_deterministic_algorithms(False)
         scalar(out, lse).backward()
     assert asked == [False, True, True, False]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_segments_are_a_mask_of_ids(device, compiled):
+    """Values, gradients and, eagerly, second derivatives: those of a mask of all pairs."""
+    torch.manual_seed(0)
+    dtype = dtype_for(device)
+    q, k, v = (torch.randn(2, heads, rows, 8, dtype=dtype, device=device, requires_grad=True) for heads, rows in ((4, 7), (2, 9), (2, 9)))
+    q_ids, k_ids = (torch.randint(0, 3, (2, rows), device=device) for rows in (7, 9))
+    mask = (q_ids[:, :, None] == k_ids[:, None, :])[:, None]
+    call = torch.compile(ft.attention, fullgraph=True, backend="aot_eager") if compiled else ft.attention
+    found = []
+    for given in ({"segments": (q_ids, k_ids)}, {"mask": mask}):
+        out, lse = call(q, k, v, causal="bottom_right", return_lse=True, **given)
+        first = torch.autograd.grad(scalar(out, lse), (q, k, v), create_graph=not compiled)
+        again = () if compiled else torch.autograd.grad(sum((x**2).sum() for x in first), (q, k, v))
+        found.append((out, torch.where(torch.isfinite(lse), lse, 0), *first, *again))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=CLOSE[dtype] * max(1.0, float(wanted.detach().abs().max())))
+
+
+@pytest.mark.parametrize(
+    ("segments", "error", "match"),
+    [
+        (torch.zeros(2, 3), TypeError, "segments has type Tensor; accepted: None or a pair of tensors"),
+        ((torch.zeros(2, 3),), ValueError, "segments has 1 items"),
+        ((torch.zeros(2, 3, dtype=torch.int32), None), TypeError, "segments has an item of None"),
+        (([0], [1]), TypeError, "segments' q_ids has type list"),
+    ],
+)  # fmt: skip
+def test_bad_segments(device, segments, error, match):
+    q = torch.randn(2, 1, 3, 8, device=device)
+    with pytest.raises(error, match=match):
+        ft.attention(q, q, q, segments=segments)

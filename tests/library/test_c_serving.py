@@ -34,7 +34,8 @@ def arrays_of(names, given):
     given = dict(given)
     begin, end = given.pop("k_range", None) or (None, None)
     cos, sin = given.pop("rotary", None) or (None, None)
-    given |= {"k_range_begin": begin, "k_range_end": end, "rotary_cos": cos, "rotary_sin": sin}
+    q_ids, k_ids = given.pop("segments", None) or (None, None)
+    given |= {"k_range_begin": begin, "k_range_end": end, "rotary_cos": cos, "rotary_sin": sin, "q_segments": q_ids, "k_segments": k_ids}
     return [None if given.get(name) is None else array_of(given[name]) for name in names]
 
 
@@ -197,6 +198,25 @@ def test_append_refuses(client, tokens, change, code, text):
     assert client.call("append", arrays, options={"layout": "bshd"}) == code
     assert text in client.said()
     assert all((x == y).all() for x, y in zip((tokens["k_cache"], tokens["v_cache"]), before))
+
+
+def test_segments(client):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, rows, 8), np.float32) for heads, rows in ((4, 5), (2, 7), (2, 7)))
+    ids = tuple(rng.integers(0, 3, (2, rows)).astype(np.int32) for rows in (5, 7))
+    given = {"q": q, "k": k, "v": v, "segments": ids, "layout": "bhsd", "causal": "bottom_right"}
+    code, out, lse = attend(client, given)
+    assert code == OK, client.said()
+    wanted, wanted_lse = fa_ext.attention(**given, return_lse=True)
+    assert out.tobytes() == wanted.tobytes() and lse.tobytes() == wanted_lse.tobytes()
+    gradients = {f"d{name}": np.full_like(x, np.nan) for name, x in (("q", q), ("k", k), ("v", v))}
+    options = {name: given[name] for name in OPTIONS if name in given}
+    assert client.call("backward", arrays_of(BACKWARD, given | gradients | {"dout": out, "out": out, "lse": lse}), options=options) == OK, client.said()
+    for found, made in zip(gradients.values(), fa_ext.attention_backward(out, q, k, v, out, lse, segments=ids, **options), strict=True):
+        assert found.tobytes() == made.tobytes()
+    arrays = arrays_of(FORWARD, given | {"out": out})
+    arrays[-1] = None
+    assert client.call("forward", arrays) == EVALUE and "segments' k_ids is absent, but q_ids is given" in client.said()
 
 
 @pytest.mark.parametrize("dtype", (np.int32, np.int64))

@@ -18,7 +18,8 @@ LANGUAGES = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17")}
 OPERATIONS = {"forward": 0, "backward": 1, "merge": 2, "append": 3, "documents": 4}
 DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5, "int32": 6, "int64": 7}
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
-INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions")
+INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions",
+           "q_segments", "k_segments")  # fmt: skip
 FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS,
