@@ -112,7 +112,9 @@ def test_sglangs_call():
     call, lengths_q, keys = sglang_step()
     got, lse, *_ = sgl_flash_attn.flash_attn_with_kvcache(**call, return_softmax_lse=True)
     for ver in (3, 4):
-        assert torch.equal(sgl_flash_attn.flash_attn_with_kvcache(**call, ver=ver, scheduler_metadata=None), got)
+        assert torch.equal(sgl_flash_attn.flash_attn_with_kvcache(**call, ver=ver, scheduler_metadata=None, max_seqlen_k=33), got)
+    place = torch.full_like(got, torch.nan)
+    assert sgl_flash_attn.flash_attn_with_kvcache(**call, out=place) is place and torch.equal(place, got)
     assert got.shape == call["q"].shape and lse.shape == (H, 12)
     rows = call["q"][:9].split(lengths_q), got[:9].split(lengths_q), lse[:, :9].split(lengths_q, 1)
     for q, out, lse_b, (k, v) in zip(*rows, keys, strict=True):
@@ -148,13 +150,19 @@ def test_sglangs_prefill_without_a_cache():
     close(lse, wanted_lse)
     for x, y in zip(*(torch.autograd.grad(o.square().sum(), (q, k, v, sinks)) for o in (out, wanted)), strict=True):
         close(x, y)
+    place, plain = torch.empty_like(out), [x.detach() for x in (q, k, v)]
+    got = sgl_flash_attn.flash_attn_varlen_func(
+        *plain, math.starts(LENGTHS_Q), math.starts(LENGTHS_K), softmax_scale=0.3, causal=True, sinks=sinks.detach(), out=place
+    )  # fmt: skip
+    assert got is place and torch.equal(got, out)
 
 
 def test_what_sglang_may_not_ask():
     call, *_ = sglang_step()
     packed = (*math.packed(), math.starts(LENGTHS_Q), math.starts(LENGTHS_K))
     for bad, error, match in (
-        *(({name: call["q"]}, NotImplementedError, f"^{name} is given") for name in ("qv", "q_descale", "k_descale", "v_descale")),
+        *(({name: call["q"]}, NotImplementedError, f"^{name} is given") for name in (
+            "qv", "q_descale", "k_descale", "v_descale", "score_mod", "aux_tensors")),
         ({"attention_chunk": 64}, NotImplementedError, "^attention_chunk is 64"),
         ({"ver": 5}, ValueError, "ver is 5; accepted: 2, 3, 4"),
     ):

@@ -22,7 +22,7 @@ MODULES = [
     (rotary, signatures.Rotary, "flash_attn.layers.rotary"),
     (fa, signatures.FlashAttention3, "flash_attn_interface"),
     (vllm_flash_attn, signatures.VllmFlashAttention, "vllm.vllm_flash_attn"),
-    (sgl_flash_attn, signatures.SglFlashAttention, "sgl_kernel.flash_attn"),
+    (sgl_flash_attn, signatures.SglFlashAttention, "sglang.jit_kernel.flash_attention"),
 ]
 FUNCTIONS = [
     pytest.param(module, stored, theirs, name, id=f"{theirs}.{name}")

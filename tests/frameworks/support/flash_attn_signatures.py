@@ -116,18 +116,18 @@ class VllmFlashAttention:
 
 
 class SglFlashAttention:
-    """sgl_kernel.flash_attn"""
+    """sglang.jit_kernel.flash_attention"""
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
                                 cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-                                max_seqlen_q=None, max_seqlen_k=None, rotary_seqlens=None, q_descale=None, k_descale=None,
-                                v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None,
-                                softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
-                                return_softmax_lse=False, sinks=None, ver=3): ...
+                                max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None,
+                                softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0,
+                                rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+                                return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3): ...
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None,
                                page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
                                v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
-                               sm_margin=0, return_softmax_lse=False, sinks=None, ver=3): ...
+                               sm_margin=0, return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3): ...
 
     def is_fa3_supported(device=None): ...
