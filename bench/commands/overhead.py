@@ -6,7 +6,8 @@ again and again from C; "torch empty" is torch making (and dropping) an array li
 "autograd backward" are an ``autograd.Function`` that takes, keeps and returns as many tensors as that of ``fa_ext.torch``
 and computes nothing; "jax nothing" is a jitted custom call of the same operands and results whose handler does nothing.
 "gradients" and "gradients grads=" are ``fa_ext.attention_backward`` by itself: what of "torch backward" is not autograd's.
-"torch paged out=" and "torch append" are what a decoder calls for each token, of 64 keys in pages of 16.
+"torch paged out=" and "torch append" are what a decoder calls for each token, of 64 keys in pages of 16. "torch step" is forward and
+backward together, causal, and "torch packed step" the same of one packed sequence.
 ``measure()`` returns microseconds by subject, for those libraries that are installed, and beside the median the least of
 the bursts and the load of the machine before them: on one that does other work the two differ, and neither says what a call
 costs on an idle one. ``python -m bench overhead`` prints them.
@@ -34,6 +35,7 @@ ABOVE = {
     "torch out=": ("bare launch", 1.0),
     "torch forward": ("autograd forward", 8.0),
     "torch backward": ("autograd backward", 10.0),
+    "torch packed step": ("torch step", 3.0),
     "jax jit": ("jax nothing", 3.0),
 }
 #: subject -> (peer, bar as a share of the peer's time)
@@ -162,9 +164,17 @@ def _torch_gradients(calls: int, bursts: int) -> dict[str, list[float]]:
 
         return time_burst
 
+    def step(call, inputs, dout):
+        return _timed(lambda repeats: [gradients(call(), inputs, dout) for _ in repeats])
+
+    packed = [x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+    starts = torch.tensor([0, SHAPE[2]], device="cuda", dtype=torch.int32)
+    where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": "bottom_right"}
     subjects = {f"{name} forward": forward(call) for name, call in forwards.items()}
     subjects |= {f"{name} backward": backward(call) for name, call in forwards.items()}
     subjects |= _gradients(q.detach(), k.detach(), v.detach(), dout)
+    subjects["torch step"] = step(lambda: fa_ext.torch.attention(q, k, v, causal=True), (q, k, v), dout)
+    subjects["torch packed step"] = step(lambda: fa_ext.torch.attention(*packed, **where), packed, dout[0].transpose(0, 1).contiguous())
     return _bursts(subjects, torch.cuda.synchronize, calls // 5, bursts)
 
 

@@ -282,7 +282,8 @@ def _dropout(records: dict) -> str:
 
 
 CALLS = ("torch out=", "torch", "torch paged out=", "torch append", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch",
-         "torch forward", "autograd forward", "torch backward", "autograd backward", "gradients grads=", "gradients", "jax jit", "jax nothing")  # fmt: skip
+         "torch forward", "autograd forward", "torch backward", "autograd backward", "gradients grads=", "gradients", "torch step", "torch packed step",
+         "jax jit", "jax nothing")  # fmt: skip
 
 
 def _overhead(records: dict) -> str:
