@@ -9,7 +9,8 @@ waited for a core for more than a quarter of its samples. A run whose draws --se
 UNDECIDED.
 
 The default baseline on a GPU is the fastest backend of torch's scaled_dot_product_attention, timed beside the others;
-on the CPU it is torch if it imports, else NumPy. Several problems: the worst verdict counts.
+on the CPU it is torch if it imports, else NumPy; where no peer has gradients of sequences, cpu_ref_backward. Gradients of packed
+sequences have other lengths in every call: in the trials, and in each timed call, in arrays of one shape. Several problems: the worst verdict counts.
 
   python -m bench gate simt
   python -m bench gate bench/examples/candidate.py:attention --case B1,H8,S512,D64,float32
@@ -58,9 +59,12 @@ def default_case(device: str) -> str:
     return "B1,H8,S512,D64,float16" if device == "cuda" else "B1,H8,S512,D64,float32"
 
 
-def default_baselines(device: str) -> list[str]:
+def default_baselines(device: str, sequences: bool = False) -> list[str]:
+    """Of problems with `sequences` among them, on the CPU, also a kernel that takes them: no peer there does."""
     if device == "cuda":
         return list(peers.SDPA)
+    if sequences:
+        return [*default_baselines(device), "cpu_ref_backward"]
     return ["torch-flash"] if importlib.util.find_spec("torch") else ["numpy"]
 
 
@@ -92,18 +96,20 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
 
 def run(args: argparse.Namespace) -> int:
     device = args.device or devices.default()
-    cases = [problems.parse(text, OPERATIONS) for text in args.case or ()]
-    if wrong := [case for case in cases if case.lengths]:
-        raise report.UsageError(f"case is {str(wrong[0])!r}; accepted by gate: cases without sequences, which `measure` takes")
+    cases = [problems.parse(text, (*OPERATIONS, "serving")) for text in args.case or ()]
     if args.preset:
         cases += problems.preset(args.preset, OPERATIONS)
     cases = cases or [problems.parse(default_case(device))]
     if args.backward:
         cases = [dataclasses.replace(case, operation="backward") for case in cases]
+    for case in cases:
+        if case.storage and (case.operation, case.storage.q, case.storage.k) != ("backward", "packed", "packed"):
+            raise report.UsageError(f"case is {problems.shortened(str(case))!r}; accepted by gate: cases without sequences, and gradients of packed"
+                                    " ones (q=packed, k=packed, operation=backward)")  # fmt: skip
     wanted = [text for text in dict.fromkeys(map(str, cases)) if args.filter in text]
     if not wanted:
         raise report.UsageError(f"no problem contains {args.filter!r}")
-    baselines = args.baseline or default_baselines(device)
+    baselines = args.baseline or default_baselines(device, any(case.lengths for case in cases))
     document: dict[str, Any] = {"command": "gate", "context": machine.context(device), "limit": args.limit, "gates": []}
     progress = report.Progress(len(wanted), quiet=args.json or len(wanted) == 1)
     stages = Stages(quiet=args.json)

@@ -23,6 +23,7 @@ from bench import report
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.operands import Arrays, Judged, Operands
+from bench.problems.sequences import index_arrays
 
 Thunk = Callable[[], Any]
 # operation: whose kernels do it (an argument of ``fa_ext.kernels``)
@@ -143,14 +144,14 @@ class Function(Implementation):
     def refuses(self, case: Case) -> str | None:
         if case.operation not in self.operations:
             return f"no {case.operation}"
-        if case.lengths:
-            return f"no {case.operation} of sequences"
         needed = [n for n in case.options() if n not in ("layout", "deterministic")] + case.arrays() + ["dlse"] * case.dlse
+        if case.storage:
+            needed += index_arrays(case) + ["layout"] * ("padded" in (case.storage.q, case.storage.k))
         missing = [n for n in needed if not self.takes(n)]
         return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
 
     def rearranges(self, case: Case) -> bool:
-        return case.layout == "bshd" and not self.takes("layout")
+        return case.layout == "bshd" and not case.lengths and not self.takes("layout")
 
     def bind(self, operands: Arrays) -> Thunk:
         function, backward, swap = self.function, operands.case.operation == "backward", self.rearranges(operands.case)

@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Cuda:
             self._stream = self.cupy.cuda.Stream(non_blocking=True)
             self.pointer = self._stream.ptr
         self.factors: Any = None  # of bench.problems.memory's hash
+        self._last: Any = None  # a reference to the last graph
         # Held from before any candidate is loaded, so that patching a library later changes nothing here.
         self._synchronize = self.torch.cuda.synchronize if self.torch else self.cupy.cuda.runtime.deviceSynchronize
 
@@ -139,16 +141,19 @@ class Cuda:
         return self.cupy.cuda.get_elapsed_time(first, last) * 1e-3
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` captured into a CUDA graph; returns what launches it on the run's stream. Raises if it refuses."""
+        """`work` captured into a CUDA graph; returns what launches it on the run's stream. Raises if it refuses. It shares what
+        memory torch gives it with the one before, while that lives, since they run one after another."""
         if self.torch:
             graph = self.torch.cuda.CUDAGraph()
             self.synchronize()
-            with self.torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            last, self._last = self._last and self._last(), None  # a capture that fails leaves the memory as it may be
+            with self.torch.cuda.graph(graph, pool=last and last.pool(), stream=self._stream, capture_error_mode="thread_local"):
                 if self.cupy:
                     with self.cupy.cuda.ExternalStream(self.pointer):
                         work()
                 else:
                     work()
+            self._last = weakref.ref(graph)
             return graph.replay
         self._stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeThreadLocal)
         try:

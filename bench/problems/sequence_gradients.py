@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.problems.gradients import FOUND, OF_THE_CALL, Gradients, verdict
+from bench.problems.gradients import FOUND, OF_THE_CALL, GradientArrays, Gradients, verdict
 from bench.problems.operands import CHECK_FLOPS_CPU, CHECK_FLOPS_GPU, Judged, fill_normal
 from bench.problems.sequences import INDICES, Sequences, result_shapes
 
@@ -19,10 +19,17 @@ from bench.problems.sequences import INDICES, Sequences, result_shapes
 FEW = 500
 
 
-class SequenceGradients(Gradients, Sequences):
-    """Inputs and gradients of ``fa_ext.attention_backward`` over the sequences of a case."""
+class SequenceGradientArrays(GradientArrays):
+    """The arrays that an implementation is given for ``fa_ext.attention_backward`` over the sequences of a case."""
 
     inputs = ("dout", "q", "k", "v", "sinks", "alibi", *INDICES, *FOUND, "dlse")
+
+    def arguments(self, library: str) -> dict[str, Any]:
+        return super().arguments(library) | {"layout": self.case.layout}
+
+
+class SequenceGradients(SequenceGradientArrays, Gradients, Sequences):
+    """Inputs and gradients of one call."""
 
     def _make(self, guard_byte: int) -> None:
         case, wide = self.case, "float64" if self.case.dtype == "float64" else "float32"

@@ -21,6 +21,19 @@ INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table
 JUDGED = 8
 
 
+def index_arrays(case: Case) -> list[str]:
+    """Names of the index arrays of a call: lengths of padded rows are given where they differ."""
+    storage, n_q, n_k = case.storage, set(case.n_q), set(case.n_k)
+    given = {
+        "cu_seqlens_q": storage.q == "packed",
+        "seqlens_q": storage.q == "padded" and len(n_q) > 1 or storage.q == "one" and n_q != {1},
+        "cu_seqlens_k": storage.k == "packed",
+        "seqlens_k": storage.k == "paged" or storage.k == "padded" and len(n_k) > 1,
+        "page_table": storage.k == "paged",
+    }
+    return [name for name in INDICES if given[name]]
+
+
 def result_shapes(case: Case) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of the output and of the LSE, which has the heads first, or after the batch of padded queries."""
     batch, longest = len(case.n_q), max(case.n_q, default=0)
@@ -41,18 +54,12 @@ class Sequences(Operands):
         n_q, n_k = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32)
         rows: tuple[int, ...] = (len(n_q),) if case.storage.q == "one" else (len(n_q), int(n_q.max(initial=0)))
         if case.storage.q == "packed":
-            small["cu_seqlens_q"], rows = starts(n_q), (int(n_q.sum()),)
-        if case.storage.q == "padded" and len(set(case.n_q)) > 1 or case.storage.q == "one" and set(case.n_q) != {1}:
-            small["seqlens_q"] = n_q
-        if case.storage.k == "packed":
-            small["cu_seqlens_k"], keys = starts(n_k), (int(n_k.sum()),)
-        elif case.storage.k == "padded":
-            keys = (len(n_k), int(n_k.max(initial=0)))
-            if len(set(case.n_k)) > 1:
-                small["seqlens_k"] = n_k
-        else:
-            small |= {"page_table": table_of(n_k, case.storage.page_size, rng), "seqlens_k": n_k}
-            keys = (int((-(-n_k // case.storage.page_size)).sum()), case.storage.page_size)
+            rows = (int(n_q.sum()),)
+        keys = {"packed": (int(n_k.sum()),), "padded": (len(n_k), int(n_k.max(initial=0))),
+                "paged": (int((-(-n_k // case.storage.page_size)).sum()), case.storage.page_size)}[case.storage.k]  # fmt: skip
+        made = {"cu_seqlens_q": lambda: starts(n_q), "seqlens_q": lambda: n_q, "cu_seqlens_k": lambda: starts(n_k), "seqlens_k": lambda: n_k,
+                "page_table": lambda: table_of(n_k, case.storage.page_size, rng)}  # fmt: skip
+        small |= {name: made[name]() for name in index_arrays(case)}
         shapes = {"q": (rows, case.heads, case.head_dim), "out": (rows, case.heads, case.head_dim_v),
                   "k": (keys, case.heads_kv, case.head_dim), "v": (keys, case.heads_kv, case.head_dim_v)}  # fmt: skip
         for i, (name, (outer, heads, dim)) in enumerate(shapes.items()):

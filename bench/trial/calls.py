@@ -21,7 +21,7 @@ from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import Block, address_of
 from bench.problems.operands import Arrays, WrongResult
-from bench.problems.operations import ARRAYS
+from bench.problems.operations import arrays_of
 from bench.trial import processes, shared
 
 _now = time.perf_counter
@@ -212,7 +212,7 @@ class Slot:
             else:
                 blocks[name] = Block.over(regions[region].bytes(), begin, nbytes, me.device)
             shapes[name] = (tuple(shape), dtype)
-        self.arrays = ARRAYS[case.operation](case, me.device, blocks, shapes)
+        self.arrays = arrays_of(case, me.device, blocks, shapes)
         self.prefix = prefix
         self.bound: Callable[[], Any] = self.bind
         # Arrays of JAX are made anew for each call where it does not share the judge's memory, but copied it.

@@ -28,6 +28,7 @@ from bench.trial import isolation, processes, trials
 from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
 from bench.trial.pool import Pool, Shared, SharedGradients, SharedOperands
+from bench.trial.sequence_pool import SequencePool, SharedSequenceGradients
 from bench.trial.shared import DeviceRegion
 from bench.trial.stillness import Stillness
 from bench.trial.trials import Lost
@@ -221,7 +222,8 @@ class Remote:
 
     def trials(self, case: Case, seeds: Sequence[int], values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
         def make(trial: Case, guard_byte: int) -> Shared:
-            kind = SharedGradients if trial.operation == "backward" else SharedOperands
+            gradients = SharedSequenceGradients if trial.lengths else SharedGradients
+            kind = gradients if trial.operation == "backward" else SharedOperands
             self.held.append(kind(trial, self.table.home, guard_byte, self.table.on_device))
             return self.held[-1]
 
@@ -314,7 +316,7 @@ def duel(
     if candidate in baselines:
         raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other implementation")
     problem = Case.parse(case)
-    dice, values = Dice(seed), list(values or trials.HARD)
+    dice, values = Dice(seed), list(trials.OF_SEQUENCES if problem.lengths else values or trials.HARD)
     document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
     match = _Match(problem, table, dice, cold, values, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
     judged = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
@@ -347,7 +349,8 @@ class _Match:
                  time_limit: float, say: Say):  # fmt: skip
         self.problem, self.table, self.dice = problem, table, dice
         self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
-        pool = GradientPool if problem.operation == "backward" else Pool
+        gradients = SequencePool if problem.lengths else GradientPool
+        pool = gradients if problem.operation == "backward" else Pool
         self.pool = pool(problem, table.home, dice, table.on_device, cold, values)
         self.baselines: list[Remote] = []
         self.before: dict[str, float] = {}

@@ -37,6 +37,7 @@ class GradientPool(Pool):
         import fa_ext
 
         library = self.home.default_arrays
+        given = [name for name in self.shapes if name in (*TIMED, "cu_seqlens_q", "cu_seqlens_k")]
         options = {name: x for name, x in self.case.options().items() if name not in ("deterministic", "accumulate")}
 
         def array(raw: Any, begin: int, name: str) -> Any:
@@ -44,9 +45,9 @@ class GradientPool(Pool):
             return Block.over(raw, begin, nbytes_of(shape, dtype), self.home).view(shape, dtype, library)
 
         for i in range(first, first + count):
-            q, k, v = (array(self.inputs.raw, i * self.step + self.places[name], name) for name in TIMED)
+            inputs = {name: array(self.inputs.raw, i * self.step + self.places[name], name) for name in given}
             own = {name: array(self.kept, i * self.kept_step + self.kept_places[name], name) for name in ("out", "lse")}
-            fa_ext.attention(q, k, v, **options, out=(own["out"], own["lse"]))
+            fa_ext.attention(**inputs, **options, out=(own["out"], own["lse"]))
             for name, computed in own.items():
                 array(self.inputs.raw, i * self.step + self.places[name], name)[...] = computed
 
@@ -59,11 +60,11 @@ class GradientPool(Pool):
         return None
 
     def _compare(self, i: int, batch: int, head_kv: int) -> dict[str, tuple[float, float, float, bool]]:
-        case, rng = self.case, self.rng
+        case, rng = self._one(i, batch), self.rng
         group = case.heads // case.heads_kv
         heads = range(head_kv * group, (head_kv + 1) * group)
         k, v = (self._input(i, name, batch, head_kv)[0, 0].astype(np.float64) for name in "kv")
-        rows, keys = (np.unique(rng.integers(0, n, ROWS)) for n in (case.seq_q, case.seq_k))
+        rows, keys = (np.unique(rng.integers(0, max(n, 1), min(n, ROWS))) for n in (case.seq_q, case.seq_k))
         of_head = int(rng.integers(group))
         dk, dv, dq = np.zeros((len(keys), case.head_dim)), np.zeros((len(keys), case.head_dim_v)), None
         for n, head in enumerate(heads):
@@ -73,9 +74,20 @@ class GradientPool(Pool):
             dv += p.T @ row.dout
             if n == of_head:
                 dq = row.weights(rows, slice(None), k, v)[1] @ k
-        got = [head_of(self._result(i, name), case.layout, batch, h)[0, 0].astype(np.float64)
+        got = [self._head(i, name[1:], self._result(i, name), batch, h)[0, 0].astype(np.float64)
                for name, h in (("dq", heads[of_head]), ("dk", head_kv), ("dv", head_kv))]  # fmt: skip
         return {"dq": errors_of(got[0][rows], dq), "dk": errors_of(got[1][keys], dk), "dv": errors_of(got[2][keys], dv)}
+
+    def _one(self, i: int, batch: int) -> Case:
+        """The problem of a batch entry of a slot, as far as queries, keys and what they see of each other go."""
+        return self.case
+
+    def _head(self, i: int, name: str, array: np.ndarray, batch: int, head: int) -> np.ndarray:
+        """(1, 1, S, D) of an array of a slot that is stored as the input of that name is."""
+        return head_of(array, self.case.layout, batch, head)
+
+    def _lse(self, i: int, batch: int, head: int) -> np.ndarray:
+        return self.kept_of(i, "lse")[batch, head]
 
     def kept_of(self, i: int, name: str) -> np.ndarray:
         """out or the LSE of a slot, from the judge's own copy."""
@@ -88,10 +100,10 @@ class _Row:
     """One query head of a slot in float64."""
 
     def __init__(self, pool: GradientPool, i: int, batch: int, head: int):
-        self.case = case = pool.case
+        self.case = pool._one(i, batch)
         self.q, self.dout = (pool._input(i, name, batch, head)[0, 0].astype(np.float64) for name in ("q", "dout"))
-        out = head_of(pool.kept_of(i, "out"), case.layout, batch, head)[0, 0].astype(np.float64)
-        self.lse = pool.kept_of(i, "lse")[batch, head].astype(np.float64)
+        out = pool._head(i, "out", pool.kept_of(i, "out"), batch, head)[0, 0].astype(np.float64)
+        self.lse = pool._lse(i, batch, head).astype(np.float64)
         self.delta = (self.dout * out).sum(axis=-1)
 
     def weights(self, rows: Any, keys: Any, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

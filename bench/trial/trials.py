@@ -11,10 +11,13 @@ from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import LARGE_BYTE, NAN_BYTE
 from bench.problems.operands import Operands, WrongResult
+from bench.trial import sequence_pool
 
 # The inputs of each trial: ordinary numbers, then those that shortcuts of the softmax do not survive
 # (growing maxima, far-apart scores, a few large keys, one dominant key, a NaN that a query sees).
 HARD = ("normal", "sorted", "large", "outliers", "offset", "normal", "dominant", "nan_tail")
+# Sequences have ordinary numbers, and lengths that are drawn.
+OF_SEQUENCES = ("normal",) * len(HARD)
 
 
 class Lost(Exception):
@@ -67,7 +70,8 @@ def run(
     held: list[Operands] = []
     for i, (kind, seed) in enumerate(zip(values, seeds, strict=True)):
         say(f"{i + 1} of {len(values)}")
-        operands = make(dataclasses.replace(case, seed=seed, values=kind), NAN_BYTE if i % 2 == 0 else LARGE_BYTE)
+        problem = dataclasses.replace(case, seed=seed, values=kind)
+        operands = make(sequence_pool.trial(problem, i == 0) if case.lengths else problem, NAN_BYTE if i % 2 == 0 else LARGE_BYTE)
         held.append(operands)
         failures = run_trial(attempt, operands, found)
         found.trials += 1

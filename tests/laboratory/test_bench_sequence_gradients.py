@@ -5,7 +5,6 @@ import pytest
 
 import fa_ext
 from bench import problems, report
-from bench.__main__ import main
 from bench.implementations import implementation, named
 from bench.machine import device
 from bench.problems import sequence_gradients
@@ -114,7 +113,7 @@ def test_others_say_that_they_have_none():
     def mine(dout, q, k, v, **options):
         raise AssertionError("it is not called")
 
-    assert implementation.Function(mine, "mine", "numpy").refuses(CASES[0]) == "no backward of sequences"
+    assert implementation.Function(mine, "mine", "numpy").refuses(CASES[0].changed(operation="serving", dlse=False)) == "no serving"
 
 
 def test_measure_times_backward_kernels(capfd):
@@ -122,8 +121,3 @@ def test_measure_times_backward_kernels(capfd):
     (cell,) = document["cells"].values()
     assert status == 0 and "cpu_ref_backward" in cell["figures"]
     assert cell["refused"]["numpy"] == "no backward pass of sequences" or "numpy" not in cell["figures"]
-
-
-def test_gate_refuses_sequences(capfd):
-    assert main(["gate", "cpu_simd_backward", "--case", str(CASES[0]), "--device", "cpu"]) == 3
-    assert "accepted by gate: cases without sequences, which `measure` takes" in capfd.readouterr().err
