@@ -39,7 +39,8 @@ FOLDER = machine.ROOT / "bench" / "evidence"
 CORE = build.rules.digests.CORE
 DIGITS = 7
 # Of kernels that are not the forward's, by operation: what their record must hold.
-OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "sweep", "chaos", "soak"), "MERGE": ("tests", "sanitizer"), "APPEND": ("tests", "sanitizer")}
+OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "sweep", "chaos", "soak"), "MERGE": ("tests", "sanitizer"), "APPEND": ("tests", "sanitizer"),
+               "DOCUMENTS": ("tests", "sanitizer")}  # fmt: skip
 # From worse to better: what a whole is when its pieces differ.
 STATES = ("stale", "unknown", "fresh")
 # Follows from the time, the problem and the ceilings.
