@@ -7,7 +7,8 @@ r"""The directives of a kernel's file for its own build. They stand in its comme
     @instance d{64,128}_{f16,f32} {1} {2:__half,float}
                                       (four: every choice of each list; {1} is what was chosen of the first list, and
                                       {2:...} stands for its place in the second. Words may go on in lines of their own)
-    @core d(64|128)_\w+                (regular expression of the instances in the set `core`; default: all of them)
+    @core d(64|128)_\w+ d256          (regular expressions of the instances in the set `core`; default: all of them,
+                                      `(?!)`: none)
     @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
 
 ``@instances`` makes two programs of a kernel: this file is the host's, and knows of every instance; the other holds the
@@ -61,7 +62,7 @@ def directives(source: Path) -> Directives:
     file = None
     for kind, text in _DIRECTIVE.findall(source.read_text()):
         if kind == "core":
-            found.core = text.strip()
+            found.core = "|".join(re.sub(r"\n[ \t]*\*", " ", text).split())
             continue
         words = tuple(shlex.split(re.sub(r"\n[ \t]*\*", " ", text)))
         if kind == "arch":

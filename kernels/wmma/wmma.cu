@@ -20,6 +20,7 @@
  * @pass-an-arch (pipeline.cuh)
  * @instances instance.cu
  * @instance d{64,128} {1}
+ * @core (?!)
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own

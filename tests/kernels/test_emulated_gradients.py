@@ -25,10 +25,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 #: How each kernel is built: with the dense instances that bits are compared with, and without.
-KERNELS = {"mma_backward_sm80": dict(instances="^(sequences_)?d64$")}
-ALONE = {"mma_backward_sm80": dict(instances="^sequences_d64$")}
+KERNELS = {
+    "mma_backward_sm80": dict(instances="^(sequences_)?d64$"),
+    "wgmma_backward_sm90": dict(instances="^(sequences_)?d64_[a-z]+_f16$"),
+}
+ALONE = {
+    "mma_backward_sm80": dict(instances="^sequences_d64$"),
+    "wgmma_backward_sm90": dict(instances="^sequences_d64_masked_f16$"),
+}
 #: The workspace that there is: what to replace, and by what.
-SHORT = {"mma_backward_sm80": ("double(device->workspace_limit)", "11000.0")}
+SHORT = {
+    "mma_backward_sm80": ("double(device->workspace_limit)", "11000.0"),
+    "wgmma_backward_sm90": ("std::min<size_t>(device->workspace_limit,", "std::min<size_t>(14000,"),
+}
+#: Options that a kernel does not take, as a case has them.
+REFUSED = {"mma_backward_sm80": {}, "wgmma_backward_sm90": {"alibi": None, "dropout": None}}
 WRT = ("q", "k", "v")
 BACKWARD = {"operation": "backward", "dlse": True, "dtype": "float16", "head_dim": 64}
 
@@ -64,10 +75,19 @@ def sequences(n_q, n_k, heads=2, heads_kv=1, **options) -> Case:
     return Case.sequences(n_q, n_k, heads, heads_kv, **{"k": "packed"} | BACKWARD | options)
 
 
-def fitted(case):
+def fitted(case, kernel):
     """The case as a kernel with 16-bit types of head_dim 33 to 64 and no positions takes it."""
+    case = taken(case, kernel).changed(positions=None)
+    if kernel == "wgmma_backward_sm90":
+        columns = max(40, min(case.head_dim // 8 * 8, 64))
+        return case.changed(dtype="float16", head_dim=columns, head_dim_v=columns)
     dtype = case.dtype if case.dtype in ("float16", "bfloat16") else "float16"
-    return case.changed(dtype=dtype, head_dim=max(40, min(case.head_dim, 64)), head_dim_v=max(40, min(case.head_dim_v, 64)), positions=None)
+    return case.changed(dtype=dtype, head_dim=max(40, min(case.head_dim, 64)), head_dim_v=max(40, min(case.head_dim_v, 64)))
+
+
+def taken(case, kernel):
+    """The case without what a kernel does not take."""
+    return case.changed(**REFUSED[kernel])
 
 
 # ---- what is computed ----
@@ -77,7 +97,7 @@ def test_sequences(emulated, kernel, seed):
     row, _ = emulated(kernel)
     found = [*serving_cases.gradient_grid()[::4], *serving_cases.gradient_lengths()[::3], *serving_cases.random_gradients(30, seed, longest=70)]
     for case in found[seed::3]:
-        report = verdict(row, make(fitted(case)))
+        report = verdict(row, make(fitted(case, kernel)))
         assert report, f"{case}\n{report}"
 
 
@@ -90,7 +110,7 @@ TILES = sequences((127, 1, 64, 129, 65, 0, 63), (1, 130, 64, 65, 128, 7, 0), cau
 ])  # fmt: skip
 def test_lengths_beside_those_of_tiles(emulated, kernel, options):
     row, _ = emulated(kernel)
-    assert (report := verdict(row, make(TILES.changed(**options)))), report
+    assert (report := verdict(row, make(taken(TILES.changed(**options), kernel)))), report
 
 
 def test_many_sequences(emulated, kernel, monkeypatch):
@@ -103,8 +123,8 @@ def test_many_sequences(emulated, kernel, monkeypatch):
         assert (report := verdict(row, make(case))), report
 
 
-def test_bias_and_mask_of_padded_arrays(emulated, kernel, seed):
-    row, _ = emulated(kernel)
+def test_bias_and_mask_of_padded_arrays(emulated, seed):
+    row, _ = emulated("mma_backward_sm80")
     case, rng = sequences((3, 0, 70, 1), (7, 4, 90, 5), 4, 2, q="padded", k="padded", layout="bhsd", causal="bottom_right"), np.random.default_rng(seed)
     shape = ((4, 4, 73, 93), (1, 1, 73, 93), (4, 1, 1, 93))[seed]
     inputs = arguments_of(case) | {"bias": rng.standard_normal(shape).astype(np.float32), "mask": rng.random((4, 1, 73, 93)) < 0.7}
@@ -130,7 +150,7 @@ def test_heads_in_groups_where_workspace_is_short(emulated, kernel):
 
 BASE = sequences((1, 135, 0, 17, 70), (5, 133, 4, 197, 3), 4, 2, causal="bottom_right", seed=3)
 OPTIONS = {
-    "plain": {}, "window": {"window": (50, 9), "causal": False}, "top left": {"causal": "top_left"}, "one head a group": {"heads_kv": 4},
+    "plain": {}, "whole": {"causal": False}, "window": {"window": (50, 9), "causal": False}, "top left": {"causal": "top_left"}, "one head a group": {"heads_kv": 4},
     "one kv head": {"heads_kv": 1}, "every score": {"alibi": "heads", "softcap": 4.0}, "dropout": {"dropout": (0.3, 7)},
 }  # fmt: skip
 
@@ -149,7 +169,7 @@ def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, options, monkeypat
     """In every storage, alone, among others, and as those of a dense call."""
     monkeypatch.setenv("FA_EMULATOR_SMS", "1")  # dense calls, too, are large
     row, _ = emulated(kernel)
-    base = BASE.changed(**options)
+    base = taken(BASE.changed(**options), kernel)
     values, wanted = values_of(base), []
     for b, x in enumerate(values):
         got = fa_ext.attention_backward(**dense(base, x, b), kernel=row)
@@ -180,7 +200,7 @@ def test_a_device_counts_what_the_host_counts(emulated, kernel, seed):
     rng = np.random.default_rng(seed)
     emulator.faults(library), fa_ext.faults(None)
     for case in serving_cases.random_gradients(12, seed + 70, longest=40):
-        problem = make(fitted(case).changed(accumulate=False))
+        problem = make(fitted(case, kernel).changed(accumulate=False))
         inputs = {n: np.nan_to_num(x, nan=0.5) if isinstance(x, np.ndarray) else x for n, x in problem.inputs.items()}
         for name in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k"):
             if name in inputs:
@@ -207,25 +227,34 @@ def test_indices_may_change_meanwhile(emulated, kernel):
 def test_no_race(emulated, kernel, monkeypatch, options):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     row, _ = emulated(kernel, "races", races=True)
-    assert verdict(row, make(sequences((3, 70), (50, 90), causal="bottom_right", sinks=True, **options)))
+    case = sequences((3, 70), (50, 90), causal="bottom_right", sinks=True, **options)
+    assert verdict(row, make(taken(case, kernel)))
 
 
+#: {mistake: (kernel, the right text, the wrong one, how often the files have it)}
 MUTANTS = {
-    "the list's totals before all have written them": ("if (lane == 31) scratch[warp] = x;\n    __syncthreads();", "if (lane == 31) scratch[warp] = x;"),
-    "keys of no sequence as they were": ("args.problem.accumulate ? place.seq_k : place.rows_k", "place.seq_k"),
+    "the list's totals before all have written them": (
+        "mma_backward_sm80", "if (lane == 31) scratch[warp] = x;\n    __syncthreads();", "if (lane == 31) scratch[warp] = x;", 2),
+    "keys of no sequence as they were": ("mma_backward_sm80", "args.problem.accumulate ? place.seq_k : place.rows_k", "place.seq_k", 2),
+    "keys of no sequence as they were, on Hopper": ("wgmma_backward_sm90", "p.accumulate ? place.seq_k : place.rows_k", "place.seq_k", 1),
+    "maps that end one row late": ("wgmma_backward_sm90", "call.row_end - call.row_begin;", "call.row_end - call.row_begin + 1;", 1),
+    "maps that are not acquired": ("wgmma_backward_sm90", "for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV})",
+                                   "for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK})", 2),
+    "row blocks of the sequence before": ("wgmma_backward_sm90", "call.row_block = place.tile[kTilesOfRows];", "call.row_block = 0;", 1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants(emulated, monkeypatch, mutant):
-    (old, new), found = MUTANTS[mutant], []
+    (kernel, old, new, times), found = MUTANTS[mutant], []
 
     def edit(text):
         found.append(text.count(old))
         return text.replace(old, new)
 
-    row, _ = emulated("mma_backward_sm80", mutant, edit=edit)
-    assert set(found) == {1}  # in the host's file and in that of instances
+    row, _ = emulated(kernel, mutant, edit=edit)
+    assert sum(found) == times
     lengths = (2,) * 300 if "list" in mutant else (3, 70)
     problem = make(sequences(lengths, lengths, 1, causal="bottom_right"))
-    assert "wrong" in seeds_that_fail(monkeypatch, lambda: verdict(row, problem), 4)
+    fault = "has not acquired" if "acquired" in mutant else "wrong"
+    assert any(fault in found for found in seeds_that_fail(monkeypatch, lambda: verdict(row, problem), 4))

@@ -69,31 +69,36 @@ constexpr bool is_wide(int head_dim) { return head_dim > 128; }
 constexpr bool has_roles(int head_dim, int head_dim_v) { return is_wide(head_dim) && head_dim == head_dim_v; }
 constexpr int key_tile(int head_dim, int head_dim_v) { return has_roles(head_dim, head_dim_v) ? 64 : kBackwardTile; }
 
-template <class T, int HeadDim, int HeadDimV, int Kind> struct BackwardConfig {
+template <class T, int HeadDim, int HeadDimV, int Kind, bool Sequences> struct BackwardConfig {
     static constexpr BackwardTiling kTiling = backward_tiling(HeadDim, HeadDimV, Kind);
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kHeadDimV = HeadDimV, kConsumers = kBackwardConsumers;
     static constexpr bool kMasked = Kind != kFull, kSoftcap = Kind == kCapped, kWide = is_wide(HeadDim);
-    // 64 Ki registers: what the consumers leave is the producer's.
+    static constexpr bool kSequences = Sequences;
+    // 64 Ki registers: what the consumers leave is the producer's, and of the warp that tells tiles of sequences.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 #else
-    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+    static constexpr bool kSpare = Sequences && HeadDim == HeadDimV && (HeadDim <= 64 || HeadDim > 128);
+    static constexpr int kConsumerRegisters = kSpare ? 232 : 240, kProducerRegisters = kSpare ? 40 : 24;
 #endif
 };
-template <class T, int HeadDim, int HeadDimV, int Kind>
-struct QueriesConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
-    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
+template <class T, int HeadDim, int HeadDimV, int Kind, bool Sequences>
+struct QueriesConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind, Sequences> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind, Sequences>;
     static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
                          kValueStages = Base::kWide ? Base::kTiling.value_stages : kStages,
                          kRowBlock = Base::kTiling.tile_q;
-    static constexpr bool kTurns = Base::kTiling.turns, kOverlap = Base::kTiling.overlap;
+    static constexpr bool kTurns = Base::kTiling.turns;
+    // Of sequences at 192 and 128 columns there are no registers for it.
+    static constexpr bool kOverlap = Base::kTiling.overlap && !(Sequences && HeadDim != HeadDimV);
     static_assert(kTileN % 16 == 0 && kTileN <= 128, "the bits of a row's mask");
     static_assert(kStages >= 2, "a block's keys are held while the next block's products are issued");
     static_assert(kTileM % kRowBlock == 0, "row blocks are written whole");
 };
-template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
-    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
+template <class T, int HeadDim, int HeadDimV, int Kind, bool Sequences>
+struct KeysConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind, Sequences> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind, Sequences>;
     static constexpr bool kRoles = has_roles(HeadDim, HeadDimV), kPair = HeadDim != HeadDimV && Kind != kCapped;
     static constexpr int kTileK = key_tile(HeadDim, HeadDimV), kTileQ = Base::kTiling.tile_q,
                          kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
@@ -101,13 +106,14 @@ template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : Back
     static constexpr bool kKeyTurns = Base::kTiling.key_turns;
     static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
     static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
+    static_assert(!Sequences || kTileQ == 64, "boxes of q and dO are those of the first kernel");
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
 };
 
-/* The work of one launch of an instance: a kernel without blocks is left out. */
+/* The work of one launch of an instance: a kernel without blocks is left out. Lists are of calls over sequences. */
 struct BackwardWork {
-    QueriesParams queries;
-    KeysParams keys;
+    SequenceQueriesParams queries;
+    SequenceKeysParams keys;
     int64_t query_blocks, key_blocks;
 };
 using Launch = fa_code(const BackwardWork &, const fa_launch &);

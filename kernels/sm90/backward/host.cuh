@@ -34,6 +34,14 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 /* ---- calls ---- */
 
+/* MiB of streamed operands that a section of the longest-first order holds, given those of one head in bytes: as for
+ * the forward, not measured here. */
+[[maybe_unused]] static __host__ __device__ int64_t section_heads(int64_t head_bytes, int64_t sharing) {
+    const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
+    const int64_t heads = head_bytes > 0 ? bytes / head_bytes : 1;
+    return (heads > 1 ? heads : 1) * sharing;
+}
+
 [[maybe_unused]] static int backward_kind(const fa_forward &f) {
     if (f.softcap > 0) return kCapped;
     return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? kFull : kMasked;

@@ -96,7 +96,7 @@ __device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2], int i) 
     return visible[(i >> 1) & 1] >> ((i >> 2) * 2 + (i & 1)) & 1;
 }
 
-__device__ __forceinline__ bool row_sees(const BackwardCall &call, int row) {
+template <class Call> __device__ __forceinline__ bool row_sees(const Call &call, int row) {
     return row < call.seq_q && !row_span(call.visible, row).empty();
 }
 

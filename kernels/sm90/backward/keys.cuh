@@ -15,7 +15,8 @@
  *
  * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of full, kv_full and tile_full all warps wait;
  * the next phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for
- * itself, past its own wait. Of those only the producer's thread waits.
+ * itself, past its own wait. Of those only the producer's thread waits; over sequences tiles are told by another, as in
+ * queries.cuh.
  *
  * Why every wait ends: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
  * hence two stages; it holds none while it skips.
@@ -23,7 +24,7 @@
  * Shared memory: keys and values [key stage][warpgroup][slab][64][64], Q and dO [stage][slab][kTileQ][64], swizzled;
  * row blocks [stage]. */
 #pragma once
-#include "sm90/backward/kernel.cuh"
+#include "sm90/backward/sequences.cuh"
 
 namespace fa::sm90 {
 
@@ -38,6 +39,17 @@ struct KeysParams {
     const char *row_blocks;
     int row_block_count; // a head
 };
+struct SequenceKeysParams : KeysParams { // whose maps say nothing
+    SequenceList list;                   // a "head" is a kv head of the launch
+};
+
+template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const KeysParams &p, const BackwardCall &) {
+    return kMap == kMapOfQ ? &p.q : kMap == kMapOfDout ? &p.dout : kMap == kMapOfTileK ? &p.k : &p.v;
+}
+/* One thread, that of the producer. */
+__device__ __forceinline__ void acquire_keys_maps(const SequenceCall &call) {
+    for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV}) acquire_sequence_map(call.maps + map);
+}
 
 template <class C> struct KeysSmem {
     static constexpr int kKeySlabBytes = 64 * kSlabRowBytes;
@@ -46,7 +58,7 @@ template <class C> struct KeysSmem {
     static constexpr int kValueBytes = kTileBytes<C::kHeadDimV, 64>;
     static constexpr int kQueryBytes = kTileBytes<C::kHeadDim, C::kTileQ>;
     static constexpr int kDoutBytes = kTileBytes<C::kHeadDimV, C::kTileQ>;
-    static constexpr int kTileStages = 4; // as in ForwardSmem
+    static constexpr int kTileStages = tile_stages<C>;
 
     alignas(1024) char k[C::kKeyStages][C::kConsumers][kKeyBytes];
     alignas(1024) char v[C::kKeyStages][C::kConsumers][kValueBytes];
@@ -54,6 +66,7 @@ template <class C> struct KeysSmem {
     alignas(1024) char dout[C::kStages][kDoutBytes];
     RowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
+    [[no_unique_address]] SequenceCalls<C::kSequences, kTileStages> calls; // of the tiles
     uint64_t kv_full[C::kKeyStages][C::kConsumers], kv_empty[C::kKeyStages][C::kConsumers];
     uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
@@ -63,8 +76,8 @@ template <class C> struct KeysSmem {
 struct QueryBlocks {
     int begin, end;
 };
-template <int TileQ>
-__device__ __forceinline__ QueryBlocks find_queries(const BackwardCall &call, int key, int key_end) {
+template <int TileQ, class Call>
+__device__ __forceinline__ QueryBlocks find_queries(const Call &call, int key, int key_end) {
     const ShiftedBand &v = call.visible;
     const int low = max(key, 0), high = min(key_end, v.seq_k);
     const int begin = max(call.row_begin, low - v.upper + 1), end = min(call.row_end, high - v.lower);
@@ -72,62 +85,54 @@ __device__ __forceinline__ QueryBlocks find_queries(const BackwardCall &call, in
     return {begin / TileQ, (end + TileQ - 1) / TileQ};
 }
 
-template <class C> __device__ __forceinline__ void keys_produce(const KeysParams &p, KeysSmem<C> &smem) {
+template <class C, class Params> __device__ __forceinline__ void keys_produce(const Params &p, KeysSmem<C> &smem) {
     using Smem = KeysSmem<C>;
     RingState<C::kStages> ring(1);
     RingState<C::kKeyStages> kv_ring(1);
-    RingState<Smem::kTileStages> tile_ring(1);
-    auto announce = [&](uint32_t index) {
-        Tile tile = tile_at(p.schedule, index, 1);
-        if (tile.row >= 0) tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
-        announce_tile(smem, tile_ring, tile);
-        return tile;
-    };
-    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
-    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index =
-            next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
-        const int key = tile.row - p.call.key_begin;
-        const QueryBlocks blocks = find_queries<C::kTileQ>(p.call, key, key + C::kTileK);
-        if (blocks.begin >= blocks.end) {
-            next = announce(next_index);
-            continue;
-        }
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv;
+    produce_tiles<C, C::kTileK, true>(p, smem, [&](const auto &call, const Tile &tile, auto &&announce_next) {
+        const int key = tile.row - call.key_begin;
+        const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
+        if (blocks.begin >= blocks.end) return announce_next();
+        const CallHead at = kv_head_of<C>(p.call, tile);
+        const int batch = C::kSequences ? 0 : at.batch, kv_head = at.head;
+        if constexpr (C::kSequences)
+            if (is_new_span(smem, tile)) acquire_keys_maps(call);
         for (int wg = 0; wg < C::kConsumers; ++wg) {
             uint64_t *full = &smem.kv_full[kv_ring.stage][wg];
             mbarrier_wait(&smem.kv_empty[kv_ring.stage][wg], kv_ring.parity);
             mbarrier_arrive_expect(full, Smem::kKeyBytes + Smem::kValueBytes);
-            tma_load_tile<C::kHeadDim, 64>(smem.k[kv_ring.stage][wg], &p.k, full, key + wg * 64, kv_head * p.k_step[0],
-                                           batch * p.k_step[1], kEvictFirst);
-            tma_load_tile<C::kHeadDimV, 64>(smem.v[kv_ring.stage][wg], &p.v, full, key + wg * 64, kv_head * p.v_step[0],
-                                            batch * p.v_step[1], kEvictFirst);
+            tma_load_tile<C::kHeadDim, 64>(smem.k[kv_ring.stage][wg], map_of<kMapOfTileK>(p, call), full, key + wg * 64,
+                                           kv_head * p.k_step[0], batch * p.k_step[1], kEvictFirst);
+            tma_load_tile<C::kHeadDimV, 64>(smem.v[kv_ring.stage][wg], map_of<kMapOfTileV>(p, call), full,
+                                            key + wg * 64, kv_head * p.v_step[0], batch * p.v_step[1], kEvictFirst);
         }
         kv_ring.advance();
-        next = announce(next_index);
+        announce_next();
         for (int member = 0; member < p.call.group; ++member) {
             const int head = kv_head * p.call.group + member;
-            const char *row_blocks = p.row_blocks + (int64_t(tile.head) * p.call.group + member) * p.row_block_count *
+            const char *row_blocks = p.row_blocks + ((int64_t(tile.head) * p.call.group + member) * p.row_block_count +
+                                                     first_row_block(call)) *
                                                         int64_t(sizeof(RowBlock<C::kTileQ>));
             for (int block = blocks.begin; block < blocks.end; ++block) {
-                const int row = block * C::kTileQ - p.call.row_begin;
+                const int row = block * C::kTileQ - call.row_begin;
                 uint64_t *full = &smem.full[ring.stage];
                 mbarrier_wait(&smem.empty[ring.stage], ring.parity);
                 mbarrier_arrive_expect(full, Smem::kQueryBytes + Smem::kDoutBytes + sizeof(RowBlock<C::kTileQ>));
-                tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
-                                                      batch * p.q_step[1], kEvictLast);
+                tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], map_of<kMapOfQ>(p, call), full, row,
+                                                      head * p.q_step[0], batch * p.q_step[1], kEvictLast);
                 bulk_load(&smem.rows[ring.stage], row_blocks + block * int64_t(sizeof(RowBlock<C::kTileQ>)),
                           sizeof(RowBlock<C::kTileQ>), full);
-                tma_load_tile<C::kHeadDimV, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
-                                                       head * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
+                tma_load_tile<C::kHeadDimV, C::kTileQ>(smem.dout[ring.stage], map_of<kMapOfDout>(p, call), full,
+                                                       row + p.call.dout_row, head * p.dout_step[0],
+                                                       batch * p.dout_step[1], kEvictLast);
                 ring.advance();
             }
         }
-    }
+    });
 }
 
-template <class C> __device__ __forceinline__ void keys_consume(const KeysParams &p, KeysSmem<C> &smem, int wg) {
+template <class C, class Params>
+__device__ __forceinline__ void keys_consume(const Params &p, KeysSmem<C> &smem, int wg) {
     using T = typename C::Element;
     using Smem = KeysSmem<C>;
     constexpr int kTileQ = C::kTileQ;
@@ -137,14 +142,15 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
 
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
-        const ShiftedBand &v = p.call.visible;
-        const int tile_key = tile_row - p.call.key_begin;
+        const auto call = [&]() -> const auto & { return call_of<C>(p, smem, round); };
+        const ShiftedBand v = uniform<C>(call().visible);
+        const int tile_key = uniform<C>(tile_row - call().key_begin);
         const auto blocks_of = [&](int tile_key) {
-            return find_queries<kTileQ>(p.call, tile_key, tile_key + C::kTileK);
+            return find_queries<kTileQ>(call(), tile_key, tile_key + C::kTileK);
         };
         const auto own_blocks_of = [&](int tile_key) { // of this warpgroup; none: it skips all of the tile's
             if constexpr (!C::kMasked) return blocks_of(tile_key);
-            return find_queries<kTileQ>(p.call, tile_key + wg * 64, tile_key + wg * 64 + 64);
+            return find_queries<kTileQ>(call(), tile_key + wg * 64, tile_key + wg * 64 + 64);
         };
         const auto key_of = [&](int tile_key) { return tile_key + wg * 64 + warp * 16 + lane / 4; }; // and that + 8
         float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2];
@@ -317,30 +323,32 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
 
         const Tile tile = smem.tile[round % Smem::kTileStages];
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(&smem.tile_empty[round % Smem::kTileStages]);
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv, key = key_of(tile_key);
+        if (!C::kSequences && lane == 0) mbarrier_arrive(&smem.tile_empty[round % Smem::kTileStages]);
+        const CallHead at = kv_head_of<C>(p.call, tile);
+        const auto &of = call();
+        const int key = key_of(tile_key), row = first_key(of) + key + of.key_begin;
         const QueryBlocks own = own_blocks_of(tile_key);
         float k_factor[2], v_factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool visible = own.begin < own.end && key + 8 * r >= 0 && key + 8 * r < v.seq_k;
+            const bool visible = own.begin < own.end && key + 8 * r >= 0 && key + 8 * r < of.visible.seq_k;
             k_factor[r] = visible ? p.scale : 0.0f;
             v_factor[r] = visible ? 1.0f : 0.0f;
         }
         if (p.dk.data)
-            store_gradient<T>(p.dk, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,
-                              lane);
+            store_gradient<T>(p.dk, at.batch, at.head, row, end_of_keys(of), dk, k_factor, p.call.head_dim, lane);
         if (p.dv.data)
-            store_gradient<T>(p.dv, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dv, v_factor,
-                              value_columns<C>(p.call), lane);
+            store_gradient<T>(p.dv, at.batch, at.head, row, end_of_keys(of), dv, v_factor, value_columns<C>(p.call),
+                              lane);
+        if constexpr (C::kSequences) warp_arrive(&smem.tile_empty[round % Smem::kTileStages], lane);
     }
 }
 
 /* Barriers, ready for all threads of the CTA. */
 template <class C> __device__ __forceinline__ void keys_begin(const KeysParams &p, KeysSmem<C> &smem) {
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
+        if constexpr (!C::kSequences)
+            for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
         for (int stage = 0; stage < C::kKeyStages; ++stage)
             for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
                 mbarrier_init(&smem.kv_full[stage][consumer], 1);
@@ -348,7 +356,7 @@ template <class C> __device__ __forceinline__ void keys_begin(const KeysParams &
             }
         for (int stage = 0; stage < KeysSmem<C>::kTileStages; ++stage) {
             mbarrier_init(&smem.tile_full[stage], 1);
-            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4);
+            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4 + C::kSequences);
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(&smem.full[stage], 1);
@@ -359,8 +367,7 @@ template <class C> __device__ __forceinline__ void keys_begin(const KeysParams &
     __syncthreads();
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(const __grid_constant__ KeysParams p) {
+template <class C, class Params> __device__ __forceinline__ void keys_block(const Params &p) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
     auto &smem = *reinterpret_cast<KeysSmem<C> *>(raw);
@@ -370,11 +377,23 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(co
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kSequences)
+            if (threadIdx.x / 32 == 1 && elect_one()) tell_tiles<kTilesOfKeys, C::kTileK>(p.list, smem);
         if (threadIdx.x / 32 == 0 && elect_one()) keys_produce<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
         keys_consume<C>(p, smem, wg - 1);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(const __grid_constant__ KeysParams p) {
+    keys_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_keys_of_sequences(const __grid_constant__ SequenceKeysParams p) {
+    keys_block<C>(p);
 }
 
 } // namespace fa::sm90

@@ -27,15 +27,18 @@
 namespace fa::sm90 {
 
 /* The sums of one warpgroup over the queries that see its 64 keys. */
-template <class C> struct PairSums {
+template <class C, class Params> struct PairSums {
     using T = typename C::Element;
     using Smem = KeysSmem<C>;
     static constexpr int kTileQ = C::kTileQ;
-    const KeysParams &p;
+    const Params &p;
     Smem &smem;
     const int wg, warp, lane;
     RingState<C::kStages> ring{0};
     RingState<C::kKeyStages> kv_ring{0};
+    uint32_t round = 0; // of the tile
+
+    __device__ __forceinline__ const auto &call() { return call_of<C>(p, smem, round); }
 
     using Dk = float[C::kHeadDim / 2];
     using Dv = float[C::kHeadDimV / 2];
@@ -54,12 +57,12 @@ template <class C> struct PairSums {
     __device__ __forceinline__ void free_stage(int stage) { warp_arrive(&smem.empty[stage], lane); }
 
     __device__ __forceinline__ QueryBlocks blocks_of(int tile_key) {
-        return find_queries<kTileQ>(p.call, tile_key, tile_key + C::kTileK);
+        return find_queries<kTileQ>(call(), tile_key, tile_key + C::kTileK);
     }
     /* Of this warpgroup; none: it skips all of the tile's. */
     __device__ __forceinline__ QueryBlocks own_blocks_of(int tile_key) {
         if constexpr (!C::kMasked) return blocks_of(tile_key);
-        return find_queries<kTileQ>(p.call, tile_key + wg * 64, tile_key + wg * 64 + 64);
+        return find_queries<kTileQ>(call(), tile_key + wg * 64, tile_key + wg * 64 + 64);
     }
     __device__ __forceinline__ int key_of(int tile_key) { return tile_key + wg * 64 + warp * 16 + lane / 4; }
 
@@ -123,8 +126,8 @@ template <class C> struct PairSums {
 
     /* 0 in place of what hidden pairs of a block have. */
     __device__ __forceinline__ void hide(Values &values, int tile_key, int block) {
-        if (C::kMasked && hides_some<kTileQ>(p.call.visible, fresh(tile_key) + wg * 64, block))
-            hide_queries<kTileQ>(values, p.call.visible, key_of(fresh(tile_key)), block, lane);
+        if (C::kMasked && hides_some<kTileQ>(call().visible, fresh(tile_key) + wg * 64, block))
+            hide_queries<kTileQ>(values, call().visible, key_of(fresh(tile_key)), block, lane);
     }
 
     /* The query blocks `own` of one head, of which there is one at least. */
@@ -191,42 +194,43 @@ template <class C> struct PairSums {
     }
 
     __device__ __forceinline__ void store(const Dk &dk, const Dv &dv, const Tile &tile, int tile_key) {
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv, key = key_of(tile_key);
+        const CallHead at = kv_head_of<C>(p.call, tile);
+        const int key = key_of(tile_key);
         const QueryBlocks own = own_blocks_of(tile_key);
         float k_factor[2], v_factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool visible = own.begin < own.end && key + 8 * r >= 0 && key + 8 * r < p.call.visible.seq_k;
+            const bool visible = own.begin < own.end && key + 8 * r >= 0 && key + 8 * r < call().visible.seq_k;
             k_factor[r] = visible ? p.scale : 0.0f;
             v_factor[r] = visible ? 1.0f : 0.0f;
         }
-        const int row = key + p.call.key_begin, lane = fresh(this->lane); // its columns are worked out here, not ahead
-        if (p.dk.data) store_gradient<T>(p.dk, batch, kv_head, row, p.call.seq_k, dk, k_factor, p.call.head_dim, lane);
-        if (p.dv.data)
-            store_gradient<T>(p.dv, batch, kv_head, row, p.call.seq_k, dv, v_factor, p.call.head_dim_v, lane);
+        const int lane = fresh(this->lane); // its columns are worked out here, not ahead
+        const int row = first_key(call()) + key + call().key_begin, end = end_of_keys(call());
+        if (p.dk.data) store_gradient<T>(p.dk, at.batch, at.head, row, end, dk, k_factor, p.call.head_dim, lane);
+        if (p.dv.data) store_gradient<T>(p.dv, at.batch, at.head, row, end, dv, v_factor, p.call.head_dim_v, lane);
     }
 };
 
-template <class C> __device__ __forceinline__ void keys_pair_consume(const KeysParams &p, KeysSmem<C> &smem, int wg) {
+template <class C, class Params>
+__device__ __forceinline__ void keys_pair_consume(const Params &p, KeysSmem<C> &smem, int wg) {
     using Smem = KeysSmem<C>;
-    PairSums<C> sums{p, smem, wg, int(threadIdx.x / 32) % 4, int(threadIdx.x % 32)};
+    PairSums<C, Params> sums{p, smem, wg, int(threadIdx.x / 32) % 4, int(threadIdx.x % 32)};
     if (wg == 1) sums.turn_pass();
     int tile_row;
-    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
-        const int tile_key = tile_row - p.call.key_begin;
+    for (; (tile_row = tile_row_of(smem, sums.round)) >= 0; ++sums.round) {
+        const int tile_key = tile_row - sums.call().key_begin;
         float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2];
         if (const QueryBlocks blocks = sums.blocks_of(tile_key); blocks.begin < blocks.end)
             sums.add_tile(dk, dv, tile_key);
-        const Tile tile = smem.tile[round % Smem::kTileStages];
-        warp_arrive(&smem.tile_empty[round % Smem::kTileStages], sums.lane);
+        const Tile tile = smem.tile[sums.round % Smem::kTileStages];
+        uint64_t *const empty = &smem.tile_empty[sums.round % Smem::kTileStages];
+        if (!C::kSequences) warp_arrive(empty, sums.lane);
         sums.store(dk, dv, tile, tile_key);
+        if constexpr (C::kSequences) warp_arrive(empty, sums.lane);
     }
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
-    backward_keys_pair(const __grid_constant__ KeysParams p) {
+template <class C, class Params> __device__ __forceinline__ void keys_pair_block(const Params &p) {
     static_assert(C::kConsumers == 2, "two take turns");
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
@@ -235,11 +239,24 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     keys_begin<C>(p, smem);
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kSequences)
+            if (threadIdx.x / 32 == 1 && elect_one()) tell_tiles<kTilesOfKeys, C::kTileK>(p.list, smem);
         if (threadIdx.x / 32 == 0 && elect_one()) keys_produce<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
         keys_pair_consume<C>(p, smem, wg - 1);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_keys_pair(const __grid_constant__ KeysParams p) {
+    keys_pair_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_keys_pair_of_sequences(const __grid_constant__ SequenceKeysParams p) {
+    keys_pair_block<C>(p);
 }
 
 } // namespace fa::sm90

@@ -37,7 +37,7 @@ template <class C> struct WideKeysSmem {
     static constexpr int kQuerySlabBytes = C::kTileQ * kSlabRowBytes;
     static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
-    static constexpr int kTileStages = 4; // as in ForwardSmem
+    static constexpr int kTileStages = tile_stages<C>;
     static constexpr int kWeightStages = 2;
 
     alignas(1024) char k[kKeyBytes];
@@ -48,6 +48,7 @@ template <class C> struct WideKeysSmem {
     alignas(16) float lse[C::kStages][C::kTileQ];
     alignas(16) float delta[C::kDoutStages][C::kTileQ];
     alignas(16) Tile tile[kTileStages];
+    [[no_unique_address]] SequenceCalls<C::kSequences, kTileStages> calls; // of the tiles
     uint64_t k_full, k_empty, v_full, v_empty;
     uint64_t q_full[C::kStages], q_empty[C::kStages];               // Q and LSE
     uint64_t dout_full[C::kDoutStages], dout_empty[C::kDoutStages]; // dO and delta
@@ -55,45 +56,34 @@ template <class C> struct WideKeysSmem {
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
 };
 
-template <class C> __device__ __forceinline__ void wide_keys_produce(const KeysParams &p, WideKeysSmem<C> &smem) {
+template <class C, class Params>
+__device__ __forceinline__ void wide_keys_produce(const Params &p, WideKeysSmem<C> &smem) {
     using Smem = WideKeysSmem<C>;
     using Rows = RowBlock<C::kTileQ>;
     RingState<C::kStages> q_ring(1);
     RingState<C::kDoutStages> dout_ring(1);
     RingState<1> kv_ring(1);
-    RingState<Smem::kTileStages> tile_ring(1);
-    auto announce = [&](uint32_t index) {
-        Tile tile = tile_at(p.schedule, index, 1);
-        if (tile.row >= 0) tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
-        announce_tile(smem, tile_ring, tile);
-        return tile;
-    };
-    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
-    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index =
-            next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
-        const int key = tile.row - p.call.key_begin;
-        const QueryBlocks blocks = find_queries<C::kTileQ>(p.call, key, key + C::kTileK);
-        if (blocks.begin >= blocks.end) {
-            next = announce(next_index);
-            continue;
-        }
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv, first_head = kv_head * p.call.group;
+    produce_tiles<C, C::kTileK, true>(p, smem, [&](const auto &call, const Tile &tile, auto &&announce_next) {
+        const int key = tile.row - call.key_begin;
+        const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
+        if (blocks.begin >= blocks.end) return announce_next();
+        const int batch = C::kSequences ? 0 : kv_head_of<C>(p.call, tile).batch;
+        const auto kv_head = [&] { return kv_head_of<C>(p.call, tile).head; };
         const int count = blocks.end - blocks.begin, steps = p.call.group * count;
-        const char *row_blocks =
-            p.row_blocks + int64_t(tile.head) * p.call.group * p.row_block_count * int64_t(sizeof(Rows));
+        if constexpr (C::kSequences)
+            if (is_new_span(smem, tile)) acquire_keys_maps(call);
         auto rows_at = [&](int member, int block) { // LSE; delta follows
-            return row_blocks + (int64_t(member) * p.row_block_count + block) * int64_t(sizeof(Rows));
+            const int64_t head = int64_t(tile.head) * p.call.group + member;
+            return p.row_blocks + (head * p.row_block_count + first_row_block(call) + block) * int64_t(sizeof(Rows));
         };
         auto load_q = [&](int step) {
             const int member = step / count, block = blocks.begin + step - member * count;
             uint64_t *full = &smem.q_full[q_ring.stage];
             mbarrier_wait(&smem.q_empty[q_ring.stage], q_ring.parity);
             mbarrier_arrive_expect(full, Smem::kQueryBytes + sizeof smem.lse[0]);
-            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[q_ring.stage], &p.q, full,
-                                                  block * C::kTileQ - p.call.row_begin,
-                                                  (first_head + member) * p.q_step[0], batch * p.q_step[1], kEvictLast);
+            tma_load_tile<C::kHeadDim, C::kTileQ>(
+                smem.q[q_ring.stage], map_of<kMapOfQ>(p, call), full, block * C::kTileQ - call.row_begin,
+                (kv_head() * p.call.group + member) * p.q_step[0], batch * p.q_step[1], kEvictLast);
             bulk_load(smem.lse[q_ring.stage], rows_at(member, block), sizeof smem.lse[0], full);
             q_ring.advance();
         };
@@ -102,30 +92,31 @@ template <class C> __device__ __forceinline__ void wide_keys_produce(const KeysP
             uint64_t *full = &smem.dout_full[dout_ring.stage];
             mbarrier_wait(&smem.dout_empty[dout_ring.stage], dout_ring.parity);
             mbarrier_arrive_expect(full, Smem::kQueryBytes + sizeof smem.delta[0]);
-            tma_load_tile<C::kHeadDim, C::kTileQ>(
-                smem.dout[dout_ring.stage], &p.dout, full, block * C::kTileQ - p.call.row_begin + p.call.dout_row,
-                (first_head + member) * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
+            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[dout_ring.stage], map_of<kMapOfDout>(p, call), full,
+                                                  block * C::kTileQ - call.row_begin + p.call.dout_row,
+                                                  (kv_head() * p.call.group + member) * p.dout_step[0],
+                                                  batch * p.dout_step[1], kEvictLast);
             bulk_load(smem.delta[dout_ring.stage], rows_at(member, block) + offsetof(Rows, delta), sizeof smem.delta[0],
                       full);
             dout_ring.advance();
         };
-        auto load_keys = [&](char *to, const CUtensorMap &map, const int(&map_step)[2], uint64_t *full,
+        auto load_keys = [&](char *to, const CUtensorMap *map, const int(&map_step)[2], uint64_t *full,
                              uint64_t *empty) {
             mbarrier_wait(empty, kv_ring.parity);
             mbarrier_arrive_expect(full, Smem::kKeyBytes);
-            tma_load_tile<C::kHeadDim, 64>(to, &map, full, key, kv_head * map_step[0], batch * map_step[1],
+            tma_load_tile<C::kHeadDim, 64>(to, map, full, key, kv_head() * map_step[0], batch * map_step[1],
                                            kEvictFirst);
         };
-        load_keys(smem.k, p.k, p.k_step, &smem.k_full, &smem.k_empty);
+        load_keys(smem.k, map_of<kMapOfTileK>(p, call), p.k_step, &smem.k_full, &smem.k_empty);
         load_q(0);
-        load_keys(smem.v, p.v, p.v_step, &smem.v_full, &smem.v_empty);
+        load_keys(smem.v, map_of<kMapOfTileV>(p, call), p.v_step, &smem.v_full, &smem.v_empty);
         kv_ring.advance();
-        next = announce(next_index);
+        announce_next();
         for (int step = 0; step < steps; ++step) {
             load_dout(step);
             if (step + 1 < steps) load_q(step + 1);
         }
-    }
+    });
 }
 
 /* The current tile, for both roles: 64 keys, of which a thread has `key` and `key` + 8. */
@@ -202,7 +193,8 @@ template <class C> struct WeightsRole {
         weights_ring.advance();
     }
 
-    __device__ __forceinline__ void sum(const KeysParams &p, Smem &smem, const WideTile &tile,
+    template <class Call>
+    __device__ __forceinline__ void sum(const KeysParams &p, const Call &call, Smem &smem, const WideTile &tile,
                                         float (&dv)[C::kHeadDim / 2]) {
         const int lane = tile.lane;
         float scores[kTileQ / 2], slopes[kTileQ / 2]; // slopes: with softcap
@@ -232,9 +224,9 @@ template <class C> struct WeightsRole {
             tma_store_fence(); // this thread's reads of LSE come before the next copy into it
             warp_arrive(&smem.q_empty[q_ring.stage], lane);
             q_ring.advance();
-            if (C::kMasked && hides_some<kTileQ>(p.call.visible, tile.first, block)) {
-                hide_queries<kTileQ>(scores, p.call.visible, fresh(tile.key), block, lane);
-                if constexpr (C::kSoftcap) hide_queries<kTileQ>(slopes, p.call.visible, fresh(tile.key), block, lane);
+            if (C::kMasked && hides_some<kTileQ>(call().visible, tile.first, block)) {
+                hide_queries<kTileQ>(scores, call().visible, fresh(tile.key), block, lane);
+                if constexpr (C::kSoftcap) hide_queries<kTileQ>(slopes, call().visible, fresh(tile.key), block, lane);
             }
             send(smem, C::kSoftcap ? slopes : scores, tile.warp, lane);
             pack_scores<T>(words, scores);
@@ -284,7 +276,8 @@ template <class C> struct SlopesRole {
         weights_ring.advance();
     }
 
-    __device__ __forceinline__ void sum(const KeysParams &p, Smem &smem, const WideTile &tile,
+    template <class Call>
+    __device__ __forceinline__ void sum(const KeysParams &p, const Call &call, Smem &smem, const WideTile &tile,
                                         float (&dk)[C::kHeadDim / 2]) {
         const int lane = tile.lane;
         float products[kTileQ / 2]; // dP
@@ -313,8 +306,8 @@ template <class C> struct SlopesRole {
             warp_arrive(&smem.dout_empty[dout_ring.stage], lane);
             dout_ring.advance();
             differentiate(smem, products, delta, tile.warp, lane);
-            if (C::kMasked && hides_some<kTileQ>(p.call.visible, tile.first, block))
-                hide_queries<kTileQ>(products, p.call.visible, fresh(tile.key), block, lane);
+            if (C::kMasked && hides_some<kTileQ>(call().visible, tile.first, block))
+                hide_queries<kTileQ>(products, call().visible, fresh(tile.key), block, lane);
             pack_scores<T>(words, products);
             mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity);
             wgmma_fence();
@@ -333,35 +326,39 @@ template <class C> struct SlopesRole {
     }
 };
 
-template <class C, class Role>
-__device__ __forceinline__ void wide_keys_consume(const KeysParams &p, WideKeysSmem<C> &smem) {
+template <class C, class Role, class Params>
+__device__ __forceinline__ void wide_keys_consume(const Params &p, WideKeysSmem<C> &smem) {
     using T = typename C::Element;
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     Role role;
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
-        const int first = tile_row - p.call.key_begin, key = first + warp * 16 + lane / 4;
-        const QueryBlocks blocks = find_queries<C::kTileQ>(p.call, first, first + C::kTileK);
+        const auto call = [&]() -> const auto & { return call_of<C>(p, smem, round); };
+        const int first = tile_row - call().key_begin, key = first + warp * 16 + lane / 4;
+        const QueryBlocks blocks = find_queries<C::kTileQ>(call(), first, first + C::kTileK);
         const bool seen = blocks.begin < blocks.end;
         float sums[C::kHeadDim / 2];
-        if (seen) role.sum(p, smem, {blocks, first, key, p.call.group * (blocks.end - blocks.begin), warp, lane}, sums);
+        const int steps = p.call.group * (blocks.end - blocks.begin);
+        if (seen) role.sum(p, call, smem, {blocks, first, key, steps, warp, lane}, sums);
 
         const Tile tile = smem.tile[round % WideKeysSmem<C>::kTileStages];
-        warp_arrive(&smem.tile_empty[round % WideKeysSmem<C>::kTileStages], lane);
-        if (!Role::gradient(p).data) continue;
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        float factor[2];
+        uint64_t *const empty = &smem.tile_empty[round % WideKeysSmem<C>::kTileStages];
+        if (!C::kSequences) warp_arrive(empty, lane);
+        if (Role::gradient(p).data) {
+            const CallHead at = kv_head_of<C>(p.call, tile);
+            const auto &of = call();
+            float factor[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            factor[r] = seen && key + 8 * r >= 0 && key + 8 * r < p.call.visible.seq_k ? Role::factor(p) : 0.0f;
-        store_gradient<T>(Role::gradient(p), batch, pair - batch * p.call.heads_kv, key + p.call.key_begin,
-                          p.call.seq_k, sums, factor, p.call.head_dim, lane);
+            for (int r = 0; r < 2; ++r)
+                factor[r] = seen && key + 8 * r >= 0 && key + 8 * r < of.visible.seq_k ? Role::factor(p) : 0.0f;
+            store_gradient<T>(Role::gradient(p), at.batch, at.head, first_key(of) + key + of.key_begin, end_of_keys(of),
+                              sums, factor, p.call.head_dim, lane);
+        }
+        if constexpr (C::kSequences) warp_arrive(empty, lane);
     }
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
-    backward_keys_wide(const __grid_constant__ KeysParams p) {
+template <class C, class Params> __device__ __forceinline__ void wide_keys_block(const Params &p) {
     static_assert(C::kConsumers == 2, "two roles");
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
@@ -369,7 +366,8 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
 
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
+        if constexpr (!C::kSequences)
+            for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
         const auto init = [](uint64_t *full, uint64_t *empty, int stages, int full_arrivals, int empty_arrivals) {
             for (int stage = 0; stage < stages; ++stage) {
                 mbarrier_init(&full[stage], full_arrivals);
@@ -380,7 +378,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
         init(&smem.v_full, &smem.v_empty, 1, 1, 4);
         init(smem.q_full, smem.q_empty, C::kStages, 1, 8);
         init(smem.dout_full, smem.dout_empty, C::kDoutStages, 1, 8);
-        init(smem.tile_full, smem.tile_empty, WideKeysSmem<C>::kTileStages, 1, 8);
+        init(smem.tile_full, smem.tile_empty, WideKeysSmem<C>::kTileStages, 1, 8 + C::kSequences);
         init(smem.weights_full[0], smem.weights_empty[0], WideKeysSmem<C>::kWeightStages * 4, 1, 1);
         mbarrier_init_fence();
     }
@@ -388,6 +386,8 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kSequences)
+            if (threadIdx.x / 32 == 1 && elect_one()) tell_tiles<kTilesOfKeys, C::kTileK>(p.list, smem);
         if (threadIdx.x / 32 == 0 && elect_one()) wide_keys_produce<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
@@ -396,6 +396,17 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
         else
             wide_keys_consume<C, SlopesRole<C>>(p, smem);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_keys_wide(const __grid_constant__ KeysParams p) {
+    wide_keys_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_keys_wide_of_sequences(const __grid_constant__ SequenceKeysParams p) {
+    wide_keys_block<C>(p);
 }
 
 } // namespace fa::sm90

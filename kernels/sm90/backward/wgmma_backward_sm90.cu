@@ -15,15 +15,23 @@
  * head_dim_v = head_dim, or a multiple of 8 up to 128 with head_dim from 136 to 192, computed at 128 and 192 columns;
  * out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they do not fit.
  *
+ * Over sequences (sequences.cuh) two small kernels come first, that say where each lies and make its tensor maps.
+ * Instances of theirs have no full kind: the masked one cuts keys as the full one does where all are seen.
+ *
  * @arch sm_90a
  * @instances instance.cu
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16}
- *           {1} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
- * @instance d192v128_{full,masked,capped}_{f16,bf16} 192 128 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
- * @core d(64|128)_((full|masked)_\w+|capped_bf16)|d256_(masked_\w+|capped_bf16)|d192v128_masked_\w+|d96_masked_\w+
+ *           {1} {1} {2:kFull,kMasked,kCapped} false {3:__half,__nv_bfloat16}
+ * @instance d192v128_{full,masked,capped}_{f16,bf16} 192 128 {1:kFull,kMasked,kCapped} false {2:__half,__nv_bfloat16}
+ * @instance sequences_d{256,192,128,96,64}_masked_{f16,bf16} {1} {1} kMasked true {2:__half,__nv_bfloat16}
+ * @instance sequences_d{256,128,64}_capped_{f16,bf16} {1} {1} kCapped true {2:__half,__nv_bfloat16}
+ * @instance sequences_d192v128_masked_{f16,bf16} 192 128 kMasked true {1:__half,__nv_bfloat16}
+ * @core d(64|128)_((full|masked)_\w+|capped_bf16) d256_(masked_\w+|capped_bf16) d192v128_masked_\w+ d96_masked_\w+
+ *       sequences_d(64|128)_masked_\w+ sequences_d(96|256)_masked_bf16
  */
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/host.cuh"
+#include "sm90/backward/sequence_calls.cuh"
 #include <algorithm> // min, max
 
 namespace fa::sm90 {
@@ -31,11 +39,13 @@ namespace fa::sm90 {
 namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
     int head_dim, head_dim_v, kind;
+    bool sequences;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
 } // namespace
-#define FA_ENTRY(name, head_dim, head_dim_v, kind, T) {head_dim, head_dim_v, kind, kDtypeOf<T>, name},
+#define FA_ENTRY(name, head_dim, head_dim_v, kind, sequences, T)                                                       \
+    {head_dim, head_dim_v, kind, sequences, kDtypeOf<T>, name},
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
@@ -43,13 +53,14 @@ static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
 /* The plan's own part. */
 struct BackwardOwn {
-    int instance;              // of kInstances
-    int64_t pairs;             // batch entries times kv heads of one launch
-    int64_t query_tiles;       // a query head
-    int64_t key_tiles;         // a kv head
-    int64_t row_blocks;        // a query head; 0: the second kernel is not wanted
-    int64_t sink_parts;        // a query head; 0: dsinks is not wanted
-    int64_t parts_at, rows_at; // bytes into the workspace, which begins with two counters
+    int instance;                        // of kInstances
+    int64_t pairs;                       // batch entries times kv heads of one launch
+    int64_t query_tiles;                 // a query head
+    int64_t key_tiles;                   // a kv head
+    int64_t row_blocks;                  // a query head; 0: the second kernel is not wanted
+    int64_t sink_parts;                  // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at;           // bytes into the workspace, which begins with two counters
+    int64_t lists_at, calls_at, maps_at; // of sequences
 };
 
 constexpr int64_t kCounterBytes = 256;
@@ -62,24 +73,55 @@ static BackwardTiling tiling_of(const BackwardOwn &own) {
     return backward_tiling(instance.head_dim, instance.head_dim_v, instance.kind);
 }
 
+static SequenceTiles tiles_of(const fa_problem *problem, const BackwardOwn &own) {
+    const Instance &instance = instance_of(own);
+    return sequence_tiles(problem, {kBackwardTile, key_tile(instance.head_dim, instance.head_dim_v),
+                                    backward_tiling(instance.head_dim, instance.head_dim_v, instance.kind).tile_q});
+}
+
+/* Pairs of all, and what has its own part of dsinks: of sequences, which lie one after another, those of one entry. */
+static int64_t entries_of(const fa_problem *problem) { return problem->sequences.given ? 1 : problem->forward.batch; }
+
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
-static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
+static bool backward_sizes(const fa_problem *problem, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
+    const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const BackwardTiling t = tiling_of(*own);
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    const int64_t entries = entries_of(problem), all = entries * f.heads_kv;
+    const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    const bool keys_wanted = p.wants >> FA_GRAD_K & 3;
     own->query_tiles = divide_up(f.seq_q, kBackwardTile);
     own->key_tiles = divide_up(f.seq_k, key_tile(instance_of(*own).head_dim, instance_of(*own).head_dim_v));
-    own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divide_up(f.seq_q, t.tile_q) : 0;
+    own->row_blocks = divide_up(f.seq_q, t.tile_q);
+    int64_t lists_bytes = 0, spans = 0;
+    if (problem->sequences.given) {
+        const SequenceTiles tiles = tiles_of(problem, *own);
+        own->query_tiles = tiles.count(kTilesOfQueries), own->key_tiles = tiles.count(kTilesOfKeys);
+        own->row_blocks = tiles.count(kTilesOfRows);
+        lists_bytes = divide_up(sequence_tiles_bytes(tiles), 128) * 128;
+        spans = f.batch + 2;
+    }
+    if (!keys_wanted) own->row_blocks = 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
-    const int64_t part_bytes = f.batch * f.heads * own->sink_parts * int64_t(sizeof(float));
-    own->rows_at = own->parts_at + divide_up(part_bytes, 256) * 256;
+    const int64_t part_bytes = entries * f.heads * own->sink_parts * int64_t(sizeof(float));
+    own->maps_at = own->parts_at + divide_up(part_bytes, 256) * 256;
+    own->lists_at = own->maps_at + spans * kSequenceMaps * int64_t(sizeof(CUtensorMap));
+    own->calls_at = own->lists_at + lists_bytes;
+    own->rows_at = own->calls_at + divide_up(spans * int64_t(sizeof(SequenceCall)), 256) * 256;
     const int64_t pair_bytes = group * own->row_blocks * t.tile_q * int64_t(2 * sizeof(float));
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
     if (all > 0 && (own->pairs == 0 || left < 0)) return false;
     plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
     return true;
+}
+
+/* Whether the number of a tile fits, and that of a row block. */
+static bool tiles_fit(const fa_problem *problem, const BackwardOwn &own) {
+    const fa_forward &f = problem->forward;
+    const int64_t most = INT64_C(1) << kMaxTilesBits, heads = std::max<int64_t>(entries_of(problem) * f.heads, 1);
+    return std::max({own.query_tiles, own.key_tiles, own.row_blocks}) <= most / heads;
 }
 
 static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -93,12 +135,13 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     if (pair &&
         (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV || f.head_dim_v % 8))
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
-    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInFours, why)) return FA_REFUSES;
-    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
-        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+    const bool sequences = problem->sequences.given;
+    if (!lengths_fit(f.seq_q, f.seq_k, sequences ? kBitsInBand : kBitsInFours, why)) return FA_REFUSES;
+    if (!sequences && (std::max(f.seq_q, f.seq_k) + 63) / 64 >
+                          (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
-    const int64_t keys = f.key_end - f.key_begin;
+    const int64_t keys = sequences ? f.seq_k : f.key_end - f.key_begin;
     const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
     if (reads && (!takes_tensor_map(f.q, FA_OPERAND_q, f.head_dim, f.seq_q, why) ||
                   !takes_tensor_map(f.k, FA_OPERAND_k, f.head_dim, keys, why) ||
@@ -107,11 +150,14 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
                   (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim_v, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
-    const Instance *found = instance_for(kInstances, f.head_dim, backward_kind(f), f.dtype,
-                                         [pair](const Instance &i) { return pair == (i.head_dim != i.head_dim_v); });
+    const Instance *found =
+        instance_for(kInstances, f.head_dim, backward_kind(f), f.dtype, [pair, sequences](const Instance &i) {
+            return pair == (i.head_dim != i.head_dim_v) && i.sequences == sequences;
+        });
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.instance = int(found - kInstances);
-    if (!backward_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    if (!backward_sizes(problem, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    if (sequences && !tiles_fit(problem, own)) return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
     plan->threads = 128 * (kBackwardConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, std::max(own.pairs * group * own.query_tiles,
@@ -173,11 +219,77 @@ static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const B
     return FA_OK;
 }
 
-/* MiB of streamed operands that a section of the longest-first order holds, given those of one head in bytes: as for
- * the forward, not measured here. */
-static int64_t section_heads(int64_t head_bytes, int64_t sharing) {
-    const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
-    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1) * sharing;
+/* The kernels that leave calls and maps of sequences in workspace, and the lists of tiles. */
+static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, BackwardWork *work,
+                          const fa_launch &launch) {
+    static thread_local CachedTensorMap cached[kSequenceMaps] = {{FA_OPERAND_q}, {FA_OPERAND_dout}, {FA_OPERAND_out},
+                                                                 {FA_OPERAND_k}, {FA_OPERAND_v},    {FA_OPERAND_k},
+                                                                 {FA_OPERAND_v}};
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    char *const workspace = static_cast<char *>(launch.workspace);
+    const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+    SequenceMaking making = {.t = tiles_of(problem, own),
+                             .of = {f.q, p.dout.data ? p.dout : f.q, f.out, f.k, f.v, f.k, f.v},
+                             .calls = reinterpret_cast<SequenceCall *>(workspace + own.calls_at),
+                             .maps = reinterpret_cast<CUtensorMap *>(workspace + own.maps_at),
+                             .query_row_bytes = 2 * (f.head_dim + f.head_dim_v),
+                             .key_row_bytes = 2 * (f.head_dim + f.head_dim_v),
+                             .heads = int(f.heads),
+                             .heads_kv = int(f.heads_kv),
+                             .whole = backward_kind(f) == kFull,
+                             .accumulate = p.accumulate};
+    lay_out(making.t, workspace + own.lists_at);
+    QueriesParams &a = work->queries;
+    KeysParams &b = work->keys;
+    if (is_wide(instance_of(own).head_dim)) {
+        a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
+        making.of[kMapOfOut].data = nullptr;
+    }
+    for (int map = 0; map < kSequenceMaps && f.seq_q > 0 && f.seq_k > 0; ++map) {
+        fa_operand whole = making.of[map]; // of one batch entry: a sequence's map begins in its own
+        if (!whole.data) continue;
+        whole.stride[0] = 0;
+        const bool of_keys = map >= kMapOfKeys, of_v = map != kMapOfQ && map != kMapOfKeys && map != kMapOfTileK;
+        const int box = map == kMapOfKeys || map == kMapOfValues ? tiling_of(own).tile_n : 64;
+        FA_TRY(tensor_map_encode(&making.origin[map], cached[map], launch, whole, f.dtype,
+                                 of_v ? f.head_dim_v : f.head_dim, of_keys ? f.seq_k : f.seq_q,
+                                 of_keys ? f.heads_kv : f.heads, 1, box));
+    }
+    const auto step = [&](int map) { return int(making.of[map].stride[1] != 0); };
+    a.q_step[0] = b.q_step[0] = step(kMapOfQ), a.dout_step[0] = b.dout_step[0] = step(kMapOfDout);
+    a.out_step[0] = step(kMapOfOut);
+    a.k_step[0] = b.k_step[0] = step(kMapOfKeys), a.v_step[0] = b.v_step[0] = step(kMapOfValues);
+    FA_CHAOS_ARM(launch.stream, launch);
+    place_sequences<kPlaceThreads><<<1, kPlaceThreads, 0, stream>>>(making.t);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    const unsigned blocks = unsigned(divide_up(f.batch + 2, kMakingWarps));
+    make_sequence_calls<<<blocks, 32 * kMakingWarps, 0, stream>>>(making);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = making.whole};
+    work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = making.whole};
+    if (own.sink_parts) // tiles that are spare leave none
+        FA_CUDA_TRY(launch,
+                    cudaMemsetAsync(workspace + own.parts_at, 0, f.heads * own.sink_parts * sizeof(float), stream));
+    return FA_OK;
+}
+
+/* The launches over sequences of one group of pairs. */
+static fa_code launch_pairs_of_sequences(const fa_backward &p, const BackwardOwn &own, BackwardWork *work,
+                                         int64_t first, int64_t pairs, const fa_launch &launch) {
+    auto *counters = static_cast<uint32_t *>(launch.workspace);
+    const int64_t group = p.forward.heads / p.forward.heads_kv, sm_count = launch.device->sm_count;
+    work->queries.call.first_pair = work->keys.call.first_pair = int(first);
+    const auto set = [&](SequenceList &list, Schedule &schedule, int64_t tiles, int64_t heads, uint32_t *counter) {
+        list.units = uint32_t(tiles * heads), list.heads = uint32_t(heads), list.counter = counter;
+        schedule.query_tiles = uint32_t(tiles);
+        return std::min(tiles * heads, sm_count);
+    };
+    work->query_blocks = set(work->queries.list, work->queries.schedule, own.query_tiles, pairs * group, counters);
+    work->key_blocks = set(work->keys.list, work->keys.schedule,
+                           own.row_blocks || p.wants >> FA_GRAD_K & 3 ? own.key_tiles : 0, pairs, counters + 1);
+    FA_CUDA_TRY(launch, cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
+    return instance_of(own).launch(*work, launch);
 }
 
 /* The launches of one group of pairs. */
@@ -204,11 +316,13 @@ static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, c
     const fa_forward &f = p.forward;
     const BackwardOwn &own = fa_own<BackwardOwn>(plan);
     char *const workspace = static_cast<char *>(launch->workspace);
-    const int64_t all = f.batch * f.heads_kv;
+    const bool sequences = problem->sequences.given;
+    const int64_t entries = entries_of(problem), all = entries * f.heads_kv;
     if (all > 0) {
         BackwardWork work = {};
         work.queries.call = work.keys.call = backward_call(p);
-        FA_TRY(encode_maps(p, own, work.queries.call, &work, *launch));
+        FA_TRY(sequences ? make_calls(problem, own, &work, *launch)
+                         : encode_maps(p, own, work.queries.call, &work, *launch));
         QueriesParams &a = work.queries;
         KeysParams &b = work.keys;
         a.dq = gradient(p, FA_GRAD_Q), b.dk = gradient(p, FA_GRAD_K), b.dv = gradient(p, FA_GRAD_V);
@@ -222,12 +336,13 @@ static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, c
         if (own.sink_parts) a.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
         a.sinks = f.sinks.data, a.sinks_stride = f.sinks.stride[0], a.sinks_dtype = f.sinks_dtype;
         for (int64_t first = 0; first < all; first += own.pairs)
-            FA_TRY(launch_pairs(p, own, &work, first, std::min(own.pairs, all - first), *launch));
+            FA_TRY((sequences ? launch_pairs_of_sequences : launch_pairs)(p, own, &work, first,
+                                                                          std::min(own.pairs, all - first), *launch));
     }
     if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
         FA_CHAOS_ARM(launch->stream, *launch);
         backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
-            reinterpret_cast<const float *>(workspace + own.parts_at), own.sink_parts, f.batch, f.heads,
+            reinterpret_cast<const float *>(workspace + own.parts_at), own.sink_parts, entries, f.heads,
             gradient(p, FA_GRAD_SINKS));
         FA_CUDA_TRY(*launch, cudaGetLastError());
     }
@@ -246,7 +361,7 @@ FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED | FA_WITH_HEAD_DIM_V,
+             FA_WITH_ORDERED | FA_WITH_HEAD_DIM_V | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::backward_plan,
     .launch = fa::sm90::backward_launch,
 };

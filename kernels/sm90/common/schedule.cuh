@@ -23,7 +23,7 @@ struct Schedule {
 struct alignas(16) Tile {
     int row; // first query row; negative: no more tiles
     int head, batch;
-    int padding; // explicit, so that the tile is written to shared memory in one access
+    int span; // of a call over sequences: whose tile it is
 };
 
 __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int tile_m) {
