@@ -178,6 +178,9 @@ template <class C> struct BackwardCopies {
             if (C::kQueries) return is_key(args, entry, row);
             // A query that sees no key gives nothing to any: 0 times what it holds may be NaN.
             const bool there = row >= others.begin && row < others.end;
+            if constexpr (C::kSequences)
+                if (there && C::kGeneral && segments_in<decltype(entry)>(args).q && rows[row].x == INFINITY)
+                    return false;
             return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
         };
         const uint32_t to = stages + stage * 2 * C::kTileBytes;

@@ -7,9 +7,10 @@
 #include <stdint.h>    // int64_t
 #include <type_traits> // conditional_t
 
-#include "common/mask.cuh"           // Band, Span
-#include "common/params.cuh"         // GradientParams
-#include "common/score.cuh"          // ScoreParams
+#include "common/mask.cuh"   // Band, Span
+#include "common/params.cuh" // GradientParams
+#include "common/score.cuh"  // ScoreParams
+#include "common/segments.cuh"
 #include "common/sequence_tiles.cuh" // SequenceTiles
 #include "common/tiles.cuh"          // longest_first
 #include "fa.h"                      // fa_dropout
@@ -38,7 +39,7 @@ struct BackwardShape {
 enum class Options {
     kNone,
     kGeneral,  // softcap, bias, boolean mask, rows of any alignment
-    kExtended, // the same, ALiBi and dropout
+    kExtended, // the same, ALiBi, dropout and segments
 };
 
 /* kHeadDim: of q, k and v, padded. */
@@ -109,8 +110,17 @@ struct BackwardArgs {
 /* A launch over sequences. */
 struct SequenceArgs : BackwardArgs {
     SequenceTiles sequences;
+    Segments segments;
 };
 template <bool kSequences> using ArgsOf = std::conditional_t<kSequences, SequenceArgs, BackwardArgs>;
+
+/* The segments of a launch, whose arguments are those of sequences where Entry is. */
+template <class Entry> __device__ __forceinline__ Segments segments_in(const BackwardArgs &args) {
+    if constexpr (Entry::kSequence)
+        return static_cast<const SequenceArgs &>(args).segments;
+    else
+        return {};
+}
 
 /* The task of this block: of all heads whose rows are there, and of the tiles of one. */
 struct TaskPlace {

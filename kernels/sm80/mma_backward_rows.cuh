@@ -14,14 +14,17 @@ namespace fa {
 
 constexpr int kRowsWarps = 8, kSinksThreads = 128;
 
-/* Whether band, mask and bias leave query i no key. For a whole warp. */
+/* Whether band, segments, mask and bias leave query i no key. For a whole warp. */
+template <class Entry>
 __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, const Band &visible, int64_t b, int64_t h,
                                              int i) {
     const AttentionParams &f = args.problem.forward;
+    const Segments segments = segments_in<Entry>(args);
     const int begin = begin_of(visible, i), end = end_of(visible, i);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
         bool shown = j < end;
+        if (shown && segments.q) shown = segments.of_query(b, i) == segments.of_key(b, j);
         if (shown && f.mask.data) shown = mask_row(f, b, h, i)[j * f.mask.stride[3]];
         if (shown && f.bias.data) shown = bounded(bias_of(f, bias_row(f, b, h, i), j)) != -INFINITY;
         if (__any_sync(~0u, shown)) return false;
@@ -60,6 +63,7 @@ __device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, i
 template <bool kSequences> struct RowsEntry;
 
 template <> struct RowsEntry<false> {
+    static constexpr bool kSequence = false;
     static constexpr int first_q = 0;
     int64_t batch;
 
@@ -95,9 +99,9 @@ __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_co
         const int i = first + mine;
         const auto &visible = entry.visible(args);
         bool nothing = i >= (kSequences ? entry.seq_q(args) : f.seq_q) || begin_of(visible, i) >= end_of(visible, i);
-        if (f.mask.data || f.bias.data)
+        if (f.mask.data || f.bias.data || segments_in<RowsEntry<kSequences>>(args).q)
             for (int q = 0; q < kQueries && first + q < (kSequences ? entry.seq_q(args) : f.seq_q); ++q) {
-                const bool empty = sees_nothing(args, visible, b, h, first + q);
+                const bool empty = sees_nothing<RowsEntry<kSequences>>(args, visible, b, h, first + q);
                 if (q == mine) nothing = empty;
             }
         const int at = entry.first_q + i; // in the operands

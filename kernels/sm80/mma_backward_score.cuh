@@ -15,7 +15,7 @@
 #include "common/rows.cuh"              // Chunk
 #include "common/score.cuh"             // kLog2E, bounded
 #include "common/softcap.cuh"           // tanh_and_slope
-#include "sm80/mma_backward_config.cuh" // BackwardArgs, seen_by
+#include "sm80/mma_backward_config.cuh" // BackwardArgs, seen_by, segments_in
 #include "sm80/scores.cuh"              // Scores
 
 namespace fa {
@@ -29,6 +29,25 @@ template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void 
         for (int e = 0; e < 4; ++e)
 #pragma unroll
             for (int j = 0; j < kStep / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
+}
+
+/* -inf in place of what is added to the scores of pairs of two ids. */
+template <bool kQueries, int kRowTiles, int kStep, class Entry>
+__device__ __forceinline__ void hide_others(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
+                                            Scores<kRowTiles, kStep> &bias) {
+    const Segments segments = segments_in<Entry>(args);
+    const auto id_of = [&](bool query, int row) {
+        if (query) return row < entry.seq_q(args) ? segments.of_query(place.batch, row) : 0;
+        return is_key(args, entry, row) ? segments.of_key(place.batch, row) : 0;
+    };
+    int32_t own[kRowTiles][2], other[kStep / 8][2];
+#pragma unroll
+    for (int n = 0; n < 2 * kRowTiles; ++n) own[n / 2][n % 2] = id_of(kQueries, place.own + 8 * n);
+#pragma unroll
+    for (int n = 0; n < kStep / 4; ++n) other[n / 2][n % 2] = id_of(!kQueries, place.other + n / 2 * 8 + n % 2);
+    each_pair<kRowTiles, kStep>([&](int r, int j, int e, int, int) {
+        if (own[r][e / 2] != other[j][e % 2]) bias[r][j][e] = -INFINITY;
+    });
 }
 
 /* The amount added to each score without ALiBi: the bias, or -inf where the pair is excluded. */
@@ -49,6 +68,8 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const Entry 
                 for (int e = 0; e < 2; ++e)
                     bias[r][j][2 * i + e] = 8 * j + e >= begin && 8 * j + e < end ? 0.0f : -INFINITY;
         }
+    if (Entry::kSequence && segments_in<Entry>(args).q)
+        hide_others<kQueries, kRowTiles, kStep>(args, entry, place, bias);
     const auto visit = [&](const auto *data, const fa_operand &x, bool pairs, auto &&body) {
         using Element = std::remove_cvref_t<decltype(*data)>;
         const int64_t own_step = x.stride[kQueries ? 2 : 3], other_step = x.stride[kQueries ? 3 : 2];

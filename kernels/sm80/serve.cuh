@@ -1,5 +1,5 @@
-/* mma_sm80 for sequences, pages, positions, ALiBi, dropout and float32 results: a block takes units of work (64 rows
- * and the keys that they see, or a part of them), one after another.
+/* mma_sm80 for sequences, pages, positions, segments, ALiBi, dropout and float32 results: a block takes units of work
+ * (64 rows and the keys that they see, or a part of them), one after another.
  *
  * Tiles of keys are walked from the first to the last. While one is at work the next is on its way by cp.async, row by
  * row, and the keys after it are looked up. No phases are counted: a thread waits for its own copies, then
@@ -111,7 +111,7 @@ template <class C> struct ServeUnit {
         uint64_t held = shared.held[at][0];
         if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
         const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
-        if (held != all || !sight.holds(key, C::kTileN) || (C::kDressed && p.mask.data))
+        if (held != all || !sight.holds(key, C::kTileN) || (C::kDressed && (p.mask.data || args.segments.q)))
             rows.mask(s, args, job, shared, row, first, held >> (first - key));
         rows.weigh(s);
         if constexpr (C::kDressed)

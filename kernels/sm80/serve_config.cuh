@@ -14,6 +14,7 @@
 
 #include "common/fold.cuh"  // kChunkKeys, kGroup
 #include "common/score.cuh" // ScoreParams
+#include "common/segments.cuh"
 #include "common/spot.cuh"  // Serving
 #include "common/tiles.cuh" // Divider
 #include "sm80/config.cuh"  // MmaConfig
@@ -26,7 +27,7 @@ constexpr MmaShape serve_shape(int head_dim, bool dressed) {
     return {1, 4, 1, head_dim <= 128 ? 64 : 32, 2, head_dim <= 64, head_dim <= 96 && !dressed ? 3 : 2};
 }
 
-/* kDressed: bias, boolean mask, dropout. */
+/* kDressed: bias, boolean mask, segments, dropout. */
 template <typename T, int kHeadDim, bool kDressed_>
 struct ServeConfig : MmaConfig<T, kHeadDim, serve_shape(kHeadDim, kDressed_), Surface::kServing> {
     static constexpr bool kDressed = kDressed_;
@@ -49,6 +50,7 @@ struct ServeArgs {
     bool whole;           // a unit takes all chunks; workspace: partials of a group of chunks, of all before
     bool slots_by_query;  // a slot is a row of out, else a row of a tile
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
+    Segments segments;
 };
 
 /* Where a row of the tile stands, and the keys that it sees. */

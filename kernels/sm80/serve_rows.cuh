@@ -135,6 +135,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
         }
         if constexpr (C::kDressed) {
             const AttentionParams &p = args.call.p;
+            if (args.segments.q) hide_others(s, args, job, row, key);
             if (!p.mask.data) return;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -149,6 +150,25 @@ template <class C> struct ServeRows : MmaWarp<C> {
                     }
             }
         }
+    }
+
+    /* -inf for every key of another id, of those that are not there yet. */
+    __device__ static __forceinline__ void hide_others(Tile &s, const ServeArgs &args, const Job &job, int row,
+                                                       int key) {
+        int32_t mine[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            mine[i] = row + 8 * i < job.count ? args.segments.of_query(job.batch, job.at(args, row + 8 * i).query) : 0;
+#pragma unroll
+        for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float &low = s[0][j][e], &high = s[0][j][2 + e];
+                if (low == -INFINITY && high == -INFINITY) continue;
+                const int32_t id = args.segments.of_key(job.batch, key + 8 * j + e);
+                if (id != mine[0]) low = -INFINITY;
+                if (id != mine[1]) high = -INFINITY;
+            }
     }
 
     /* Scores in base 2 to weights 2^(score - shift), which join the sums. As in the dense kernel the shift of a row is

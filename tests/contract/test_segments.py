@@ -5,25 +5,11 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems.placement import dtype_of
-from tests.contract import runner
+from tests.contract import runner, segments
 
 FORWARD, BACKWARD = fa_ext.kernels(), fa_ext.kernels("backward")
-TAKES = {"cpu_ref", "simt", "cpu_ref_backward", "simt_backward"}
-BATCH, HEADS, HEADS_KV = 2, 4, 2
-#: More options of a call, made from its batch, queries and keys.
-OPTIONS = {
-    "none": lambda rng, b, n, m: {},
-    "causal": lambda rng, b, n, m: {"causal": "bottom_right"},
-    "top left, sinks": lambda rng, b, n, m: {"causal": "top_left", "sinks": rng.standard_normal(HEADS).astype(np.float32)},
-    "window, bias": lambda rng, b, n, m: {"window": (20, 9), "bias": rng.standard_normal((1, HEADS, n, m)).astype(np.float32)},
-    "mask, softcap": lambda rng, b, n, m: {"mask": rng.random((b, 1, n, m)) < 0.7, "softcap": 3.0},
-    "slopes": lambda rng, b, n, m: {"alibi": rng.random(HEADS).astype(np.float32), "causal": "bottom_right"},
-    "dropout": lambda rng, b, n, m: {"dropout": (0.4, 7)},
-    "lengths": lambda rng, b, n, m: {"seqlens_q": np.array([n, n // 2], np.int32), "seqlens_k": np.array([m // 3, m], np.int32), "causal": "bottom_right"},
-    "range": lambda rng, b, n, m: {"k_range": (np.array([2, 0], np.int32), np.array([m, m // 2], np.int32))},
-    "positions": lambda rng, b, n, m: {"positions": rng.integers(0, m, (b, n)).astype(np.int32), "causal": "bottom_right"},
-}  # fmt: skip
+TAKES = {"cpu_ref", "simt", "mma_sm80", "cpu_ref_backward", "simt_backward", "mma_backward_sm80"}
+SIZES = [(13, 17, 16), (70, 133, 40), (1, 90, 64)]
 
 
 def skip_absent(kernel):
@@ -42,99 +28,29 @@ def taking_backward(request):
     return skip_absent(request.param)
 
 
-def width(kernel):
-    return dtype_of(runner.narrowest(kernel)) if runner.device_of(kernel) == "cuda" else np.dtype(np.float32)
-
-
-def drawn(name, queries, keys, dim=16, dim_v=None, dtype=np.float32, seed=0):
-    """The arguments of a call with ids in no order, the same arguments but a mask that says what they say."""
-    rng = np.random.default_rng([seed, queries, keys, dim])
-    shapes = {"q": (HEADS, queries, dim), "k": (HEADS_KV, keys, dim), "v": (HEADS_KV, keys, dim_v or dim)}
-    given = {x: rng.standard_normal((BATCH, *shape)).astype(dtype) for x, shape in shapes.items()}
-    given |= OPTIONS[name](rng, BATCH, queries, keys)
-    names = np.array([-(2**31), -1, 0, 2**31 - 1], np.int32)
-    q_ids, k_ids = (names[rng.integers(0, 4, (BATCH, n))] for n in (queries, keys))
-    q_ids[:, -1] = 12345  # a document without keys
-    same = q_ids[:, None, :, None] == k_ids[:, None, None, :]
-    masked = given | {"mask": same & given["mask"] if "mask" in given else same}
-    if not {"seqlens_q", "k_range", "positions"} & set(given):
-        masked["seqlens_q"] = np.full(BATCH, queries, np.int32)  # a call over sequences, as one with segments is
-    return given | {"segments": (q_ids, k_ids)}, masked
-
-
-def same_bits(found, wanted):
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(runner.bits(runner.to_host(x)), runner.bits(runner.to_host(y)))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(13, 17, 16), (70, 133, 40), (1, 90, 64)])
+@pytest.mark.parametrize("name", segments.OPTIONS)
+@pytest.mark.parametrize(("queries", "keys", "dim"), SIZES)
 def test_against_float64_and_a_mask(taking, name, queries, keys, dim):
-    given, masked = drawn(name, queries, keys, dim, dtype=width(taking))
-    report = fa_ext.verify(**runner.on(taking, given), kernel=taking)
-    assert report, report
-    same_bits(runner.attention(taking, **given, return_lse=True), runner.attention(taking, **masked, return_lse=True))
+    segments.forward(taking, name, queries, keys, dim)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(13, 17, 16), (70, 133, 40), (1, 90, 64)])
+@pytest.mark.parametrize("name", segments.OPTIONS)
+@pytest.mark.parametrize(("queries", "keys", "dim"), SIZES)
 def test_gradients_against_float64_and_a_mask(taking_backward, name, queries, keys, dim):
-    given, masked = drawn(name, queries, keys, dim, dtype=width(taking_backward))
-    out, lse = fa_ext.reference.attention(**given)
-    rng = np.random.default_rng(1)
-    made = {"dout": rng.standard_normal(out.shape).astype(given["q"].dtype), "dlse": rng.standard_normal(lse.shape).astype(np.float32)}
-    made |= {"out": out.astype(given["q"].dtype), "lse": lse.astype(np.float32)}
-    wrt = ("q", "k", "v", *(x for x in ("bias", "sinks") if x in given))
-    placed, masked = runner.on(taking_backward, given | made), runner.on(taking_backward, masked | made)
-    report = fa_ext.verify_backward(**placed, wrt=wrt, kernel=taking_backward)
-    assert report, report
-    same_bits(fa_ext.attention_backward(**placed, wrt=wrt, kernel=taking_backward), fa_ext.attention_backward(**masked, wrt=wrt, kernel=taking_backward))
+    if name == "positions" and "mma" in taking_backward:
+        pytest.skip("takes no positions")
+    segments.backward(taking_backward, name, queries, keys, dim)
 
 
-def test_layouts_and_strides(taking):
-    """Ids whose rows lie apart, ids of one row for all of the batch, and arrays in the other layout."""
-    given, _ = drawn("causal", 30, 44, dtype=width(taking))
-    wanted = runner.attention(taking, **given)
-    q_ids, k_ids = given["segments"]
-    apart = tuple(np.concatenate([x, x[:, ::-1]], axis=1)[:, : x.shape[1]] for x in (q_ids, k_ids))
-    same_bits([runner.attention(taking, **given | {"segments": apart})], [wanted])
-    other = given | {x: np.ascontiguousarray(given[x].swapaxes(1, 2)) for x in "qkv"} | {"layout": "bshd"}
-    same_bits([runner.attention(taking, **other).swapaxes(1, 2)], [wanted])
-    shared = tuple(np.broadcast_to(x[:1], x.shape) for x in (q_ids, k_ids))
-    same_bits([runner.attention(taking, **given | {"segments": shared})], [runner.attention(taking, **given | {"segments": tuple(map(np.ascontiguousarray, shared))})])
-
-
-def test_causal_needs_no_side_where_lengths_are_equal(taking):
-    given, _ = drawn("none", 30, 30, dtype=width(taking))
-    same_bits([runner.attention(taking, **given, causal=True)], [runner.attention(taking, **given, causal="top_left")])
-
-
-def test_runs_of_ids_are_documents(taking):
-    """Where each id is one run, a row's documents are the sequences that documents() makes of it."""
-    rng, dtype = np.random.default_rng(4), width(taking)
-    q, k, v = (rng.standard_normal((2, heads, 60, 32)).astype(dtype) for heads in (4, 2, 2))
-    ids = np.sort(rng.integers(0, 6, (2, 60)), axis=1).astype(np.int32)
-    out, lse = runner.attention(taking, q, k, v, segments=(ids, ids), causal="bottom_right", return_lse=True)
-    packed = {x: np.ascontiguousarray(a.swapaxes(1, 2)).reshape(120, -1, 32) for x, a in (("q", q), ("k", k), ("v", v))}
-    starts = fa_ext.documents(ids, count=20)
-    wanted, wanted_lse = fa_ext.reference.attention(**packed, cu_seqlens_q=starts, cu_seqlens_k=starts, causal="bottom_right")
-    bound = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype.name] * 4
-    np.testing.assert_allclose(out.swapaxes(1, 2).reshape(wanted.shape).astype(np.float64), wanted, atol=bound, rtol=bound)
-    np.testing.assert_allclose(lse.swapaxes(0, 1).reshape(4, 120), wanted_lse, atol=1e-5, rtol=1e-5)
-
-
-def test_empty_arrays(taking):
-    for queries, keys in ((0, 5), (5, 0), (0, 0)):
-        given, _ = drawn("none", queries or 1, keys or 1, dtype=width(taking))
-        given = {x: a[:, :, : queries if x == "q" else keys] for x, a in given.items() if x in "qkv"}
-        ids = np.zeros((BATCH, queries), np.int32), np.zeros((BATCH, keys), np.int32)
-        assert not runner.attention(taking, **given, segments=ids).any()
+@pytest.mark.parametrize("check", segments.CHECKS, ids=lambda check: check.__name__)
+def test_layouts_documents_and_empty_arrays(taking, check):
+    check(taking)
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in (*FORWARD, *BACKWARD) if runner.listed_name(kernel) not in TAKES])
 def test_others_refuse_it(kernel):
     skip_absent(kernel)
-    given, _ = drawn("none", 5, 6, 64, dtype=width(kernel))
+    given, _ = segments.drawn("none", 5, 6, 64, dtype=np.float16)
     placed = runner.on(kernel, given)
     if kernel in BACKWARD:
         out, lse = (x.astype(y) for x, y in zip(fa_ext.reference.attention(**given), (given["q"].dtype, np.float32)))
@@ -144,7 +60,7 @@ def test_others_refuse_it(kernel):
 
 
 def test_explain():
-    given, _ = drawn("none", 5, 6)
+    given, _ = segments.drawn("none", 5, 6)
     chosen, reasons = fa_ext.explain(**given)
     assert chosen == "cpu_ref" and reasons["cpu_simd"] == "takes no segments"
 
