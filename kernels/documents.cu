@@ -11,6 +11,7 @@
  */
 #include <algorithm> // std::max
 
+#include "common/chaos.cuh"   // FA_CHAOS_BEGIN
 #include "common/cluster.cuh" // cluster_arrive, cluster_store
 #include "common/faults.cuh"  // count_fault
 #include "common/launch.cuh"  // FA_CUDA_TRY
@@ -82,6 +83,7 @@ __device__ __forceinline__ void walk(const Args &a, unsigned first, unsigned seg
 
 template <typename Id>
 __global__ void __launch_bounds__(kThreads) documents_kernel(const __grid_constant__ Args a, fa_fault_board *faults) {
+    FA_CHAOS_BEGIN();
     __shared__ Cluster cluster;
     __shared__ unsigned of_warp[kWarps];
     const unsigned rank = blockIdx.x, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -14,7 +14,13 @@ from .._operands import OPERANDS, OPTIONS, SEQUENCES
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _ANY_FLOAT = "float16, bfloat16, float32, and float64 on the CPU"
 _KEY = "one PRNG key, or a state of shape (8,), uint32 or int32"
-_RANGES = "None or a pair (begin, end), each an array of int32, (batch,), or None"
+#: Keywords that are pairs of index arrays: the operands behind them, the words for those in messages, and what is accepted.
+_PAIRS = {
+    "k_range": (("k_range_begin", "k_range_end"), ("k_range's begin", "k_range's end"),
+                "None or a pair (begin, end), each an array of int32, (batch,), or None"),
+    "segments": (("q_segments", "k_segments"), ("segments' q_ids", "segments' k_ids"),
+                 "None or a pair of arrays of int32 (q_ids, k_ids), (batch, seq_q) and (batch, seq_k)"),
+}  # fmt: skip
 _SIDE = "an int >= 0 or None for unbounded"
 _FARTHEST = 1 << 60  #: a side of a window that is unbounded in every call
 
@@ -52,15 +58,22 @@ def arrays(given):
     return made
 
 
-def indices(k_range, given):
-    """The index arrays that are there, by the names of operands, int32."""
-    if k_range is not None:
-        if not isinstance(k_range, (tuple, list)):
-            raise TypeError(f"k_range has type {type(k_range).__name__}; accepted: {_RANGES}")
-        if len(k_range) != 2:
-            raise ValueError(f"k_range has {len(k_range)} items; accepted: {_RANGES}")
-        given = given | {"k_range_begin": k_range[0], "k_range_end": k_range[1]}
-    return {name: index(name.replace("k_range_", "k_range's "), given[name]) for name in SEQUENCES if given.get(name) is not None}
+def indices(pairs, given):
+    """The index arrays that are there, by the names of operands, int32. ``pairs``: those of ``_PAIRS``, by keyword."""
+    words = {}
+    for keyword, pair in pairs.items():
+        if pair is None:
+            continue
+        names, said, accepted = _PAIRS[keyword]
+        if not isinstance(pair, (tuple, list)):
+            raise TypeError(f"{keyword} has type {type(pair).__name__}; accepted: {accepted}")
+        if len(pair) != 2:
+            raise ValueError(f"{keyword} has {len(pair)} items; accepted: {accepted}")
+        if keyword == "segments" and any(x is None for x in pair):
+            raise TypeError(f"segments has an item of None; accepted: {accepted}")
+        given = given | dict(zip(names, pair, strict=True))
+        words |= zip(names, said, strict=True)
+    return {name: index(words.get(name, name), given[name]) for name in SEQUENCES if given.get(name) is not None}
 
 
 def index(name, given):

@@ -19,8 +19,8 @@ from ._rules import operation
 @takes_options
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
-    seqlens_k=None, k_range=None, positions=None, segment_ids=None, dropout=None, layout="bhsd", return_lse=False,
-    deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
+    seqlens_k=None, k_range=None, positions=None, segments=None, segment_ids=None, dropout=None, layout="bhsd",
+    return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -38,6 +38,9 @@ def attention(
         In rows of no sequence, results and gradients of q, k and v are 0, and the LSE is -inf.
     k_range : (begin, end), int32 arrays, (B,), or None
         Only these keys of each sequence take part; None is no bound.
+    segments : (q_ids, k_ids), int32 arrays, (B, Sq) and (B, Sk), or None
+        Queries see the keys of their own id alone, as for ``fa_ext.attention``: any ids, in any order. For documents that lie one
+        behind the other segment_ids is faster.
     segment_ids : integer array, (B, S), or a pair of one and the same array, or None
         Documents in the rows of q and k, which have equally many: queries see the keys of their own document. Each run of equal
         ids in a row is one, so that an id that comes back begins another; ends of rows end documents. They are sequences, and of
@@ -102,7 +105,7 @@ def attention(
     return_lse = accept.flag("return_lse", return_lse)
     given = given_options(arrays)
     arrays = accept.arrays({"q": q, "k": k, "v": v} | {name: given[name] for name in OPTIONS if name in given})
-    arrays |= accept.indices(k_range, {
+    arrays |= accept.indices({"k_range": k_range, "segments": segments}, {
         "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
         "positions": positions,
     })  # fmt: skip

@@ -44,6 +44,26 @@ def test_documents_are_a_mask(options):
     np.testing.assert_allclose(float(value), wanted[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_segments_are_a_mask(options):
+    """Ids that come back are one document there, and queries have ids of their own."""
+    arrays, q_ids = drawn(sinks=True, alibi=(4,), layout=options["layout"]), IDS[::-1] % 4
+    call = jax.jit(jax.value_and_grad(lambda a, ids: loss(a, segments=ids, **options)))
+    value, found = call(arrays, (q_ids, IDS))
+    wanted = exact(arrays | {"mask": (q_ids[:, :, None] == IDS[:, None, :])[:, None]}, **options)
+    close(found, wanted[1])
+    np.testing.assert_allclose(float(value), wanted[0], rtol=1e-5)
+
+
+def test_segments_under_vmap():
+    arrays = drawn(2)
+    ids = np.stack([IDS, IDS[::-1]])
+    found = jax.vmap(lambda a, x: fa_ext.jax.attention(**a, segments=(x, x)))(arrays, ids)
+    for n in range(2):
+        alone = fa_ext.jax.attention(**{name: x[n] for name, x in arrays.items()}, segments=(ids[n], ids[n]))
+        np.testing.assert_array_equal(found[n], alone)
+
+
 @pytest.mark.parametrize("ids", [(IDS, IDS), IDS.astype(np.int64), IDS.astype(np.uint8), IDS.tolist()], ids=["pair", "int64", "uint8", "list"])
 def test_ids_of_any_kind(ids):
     arrays = drawn()
@@ -135,6 +155,10 @@ def test_sizes_of_little(shape):
 @pytest.mark.parametrize(
     "change, error, text",
     [
+        (dict(segment_ids=None, segments=IDS), TypeError, "segments has type ndarray; accepted: None or a pair of arrays"),
+        (dict(segment_ids=None, segments=(IDS, None)), TypeError, "segments has an item of None"),
+        (dict(segment_ids=None, segments=(IDS, IDS * 1.0)), TypeError, "segments' k_ids has dtype float"),
+        (dict(segment_ids=None, segments=(IDS, IDS[:, 1:])), ValueError, "segments' k_ids has shape (4, 6)"),
         (dict(segment_ids=(IDS, IDS.copy())), ValueError, "segment_ids is a tuple; accepted: an array, (batch, sequence), or a pair"),
         (dict(segment_ids=IDS * 1.0), TypeError, "segment_ids has dtype float"),
         (dict(segment_ids=IDS[:2]), ValueError, "segment_ids has shape (2, 7), and q (4, 4, 7, 8); accepted: (batch, sequence)"),
