@@ -165,7 +165,7 @@ def show(document: dict) -> None:
             mark = " *" if name and name == gate.get("baseline") and len(gate["ratios"]) > 1 else ""
             rows.append(
                 [
-                    gate["case"], gate["verdict"] if not name or name == gate.get("baseline") else "", f"{name or ''}{mark}",
+                    problems.shortened(gate["case"]), gate["verdict"] if not name or name == gate.get("baseline") else "", f"{name or ''}{mark}",
                     seconds.get(gate["candidate"], 0.0) * 1e6 or None, seconds.get(name, 0.0) * 1e6 or None,
                     f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "", gate.get("frobenius"),
                 ]  # fmt: skip
@@ -175,8 +175,8 @@ def show(document: dict) -> None:
     report.table(f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)", columns, rows)
     for gate in gates:
         for failure in gate["failures"]:
-            print(f"  {gate['case']}: {failure}")
+            print(f"  {problems.shortened(gate['case'])}: {failure}")
         if gate["seed_given"]:
-            print(f"  {gate['case']}: repeated with seed {gate['seed']}, which was given")
+            print(f"  {problems.shortened(gate['case'])}: repeated with seed {gate['seed']}, which was given")
         if line := conditions.load_line(gate.get("conditions")):
-            print(f"  {gate['case']}: {line}")
+            print(f"  {problems.shortened(gate['case'])}: {line}")
