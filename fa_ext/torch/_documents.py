@@ -1,5 +1,6 @@
 """Packed documents: what transformers says of them, as sequences or as a mask."""
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_i
     """The documents that keywords of transformers tell, or None."""
     batch, queries = query.shape[0], query.shape[2]
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        return _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k)
+        return _of_layers(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k)
     if seq_idx is not None:
         if seq_idx.dim() != 2 or seq_idx.shape[1] != queries or queries != keys:
             raise ValueError(
@@ -54,6 +55,20 @@ def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_i
     if position_ids is None or queries == 1 or queries != keys or batch != 1 or tuple(position_ids.shape) != (1, queries):
         return None
     return _from_positions(mask, position_ids) if pattern.right == 0 and pattern.seen is None else None
+
+
+def _of_layers(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
+    """``_from_lengths``, once for all layers of a model, which are given the same two tensors: the first keeps what was found as long as
+    nobody writes into them."""
+    tensors = cu_seq_lens_q, cu_seq_lens_k
+    if torch.compiler.is_compiling() or any(x is None or x.is_inference() for x in tensors):
+        return _from_lengths(batch, queries, keys, *tensors)
+    asked = batch, queries, keys, *[x._version for x in tensors]
+    known = getattr(cu_seq_lens_q, "fa_ext_documents", None)
+    if known is None or known[0] != asked or known[1]() is not cu_seq_lens_k:
+        known = asked, weakref.ref(cu_seq_lens_k), _from_lengths(batch, queries, keys, *tensors)
+        cu_seq_lens_q.fa_ext_documents = known
+    return known[2]
 
 
 def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):

@@ -44,6 +44,29 @@ def test_documents_are_a_mask(options):
     np.testing.assert_allclose(float(value), wanted[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(4, 7), (28,), (0, 5), (3, 0)], ids=str)
+def test_starts_are_those_of_the_core(shape):
+    ids = np.resize(IDS, shape) if 0 not in shape else np.zeros(shape, np.int32)
+    for count in (None, 3, 50):
+        wanted = fa_ext.documents(ids, count=count, check=False)
+        found = jax.jit(lambda x: fa_ext.jax.documents(x, count=count))(ids)  # noqa: B023
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("ids", "count", "error", "text"), [
+    (np.zeros(3, "f4"), None, TypeError, "ids has dtype float32; accepted: integers"),
+    (np.zeros((1, 2, 3), "i4"), None, ValueError, "ids has shape (1, 2, 3); accepted: (batch, sequence) or (sequence,)"),
+    (np.zeros(3, "i4"), 0, ValueError, "count is 0, out of range"),
+    (np.zeros(3, "i4"), 2.0, TypeError, "count has type float"),
+    (np.zeros(3, "i4"), True, TypeError, "count has type bool"),
+])  # fmt: skip
+def test_bad_documents(ids, count, error, text):
+    with pytest.raises(error) as raised:
+        fa_ext.jax.documents(ids, count=count)
+    assert text in str(raised.value)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_segments_are_a_mask(options):
     """Ids that come back are one document there, and queries have ids of their own."""

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, ModernBertConfig  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
-from fa_ext.torch import _transformers  # noqa: E402
+from fa_ext.torch import _documents, _transformers  # noqa: E402
 from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -98,6 +98,23 @@ def test_packed_documents_have_no_mask(device, masks, name, kind):
     ids, positions, more = packed(device, kind)
     small_model(name, device)(ids, position_ids=positions, **more)
     assert masks == ["sequences"] * 2
+
+
+def test_lengths_are_looked_at_once_for_all_layers(device, monkeypatch):
+    """And again where they were written, or are those of other tokens."""
+    model, found, looked = small_model("llama", device, num_hidden_layers=3), [], _documents._from_lengths
+    monkeypatch.setattr(_documents, "_from_lengths", lambda *given: found.append(given) or looked(*given))
+    ids, positions, more = packed(device, "lengths and positions")
+    first = model(ids, position_ids=positions, **more).logits
+    assert len(found) == 1
+    assert torch.equal(model(ids, position_ids=positions, **more).logits, first) and len(found) == 1
+    more["cu_seq_lens_q"][1] -= 1
+    model(ids, position_ids=positions, **more)
+    assert len(found) == 2
+    model(ids, position_ids=positions, **more | {"cu_seq_lens_k": more["cu_seq_lens_k"].clone()})
+    assert len(found) == 3
+    model(torch.cat([ids, ids[:, :2]], 1), position_ids=torch.cat([positions, positions[:, :2]], 1), **more)
+    assert len(found) == 4
 
 
 def test_positions_that_go_on_are_one_document(device, masks):
