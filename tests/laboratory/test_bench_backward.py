@@ -425,4 +425,4 @@ def test_commands_say_which_operations_they_take(capfd):
     assert main(["gate", "cpu_simd", "--preset", "cpu-serving"]) == 3
     assert "preset is 'cpu-serving'; accepted: history" in capfd.readouterr().err
     assert main(["gate", "cpu_simd", "--case", "B1,H2,S1x64,D16,float32,q=one,k=paged,slack=0"]) == 3
-    assert "operation serving; accepted here: attention, backward" in capfd.readouterr().err
+    assert "accepted by gate: cases without sequences, and gradients of packed ones" in capfd.readouterr().err
