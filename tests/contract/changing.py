@@ -26,7 +26,8 @@ from tests.contract import gradients, runner
 from tests.emulator.emulated import on_the_cpu
 
 #: Arguments whose contents say where something lies.
-INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions", "slots", "k_range")
+INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions", "slots", "k_range",
+           "segments", "ids")  # fmt: skip
 
 _LONG = dict(n_q=(1, 40, 0, 17, 3), n_k=(200, 97, 40, 64, 130), head_dim=64, causal="bottom_right")
 FORWARD = {
@@ -49,6 +50,9 @@ BACKWARD = {
 }
 
 
+TAKE_SEGMENTS = ("cpu_ref", "simt", "mma_sm80", "cpu_ref_backward", "simt_backward", "mma_backward_sm80")
+
+
 def append_calls(dtype: str) -> dict[str, dict]:
     """Calls of append by every way to say where tokens go."""
     case = Case.sequences((2, 3, 1, 40), (20, 40, 9, 70), head_dim=64, dtype=dtype)
@@ -64,8 +68,18 @@ def append_calls(dtype: str) -> dict[str, dict]:
     return found
 
 
+def with_segments(arguments):
+    """The arguments of a call of padded arrays, and ids of their queries and keys."""
+    rng, axis = np.random.default_rng(3), 1 if arguments["layout"] == "bshd" else 2
+    return arguments | {"segments": tuple(rng.integers(0, 3, (arguments[x].shape[0], arguments[x].shape[axis])).astype(np.int32) for x in "qk")}
+
+
 def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
     """(name, function of fa_ext, arguments) of every call that the kernel takes."""
+    if runner.listed_name(kernel).endswith("documents"):
+        ids = np.random.default_rng(2).integers(0, 2, (3, 5000))
+        yield from ((f"{kind.__name__}", fa_ext.documents, {"ids": ids.astype(kind), "count": ids.size}) for kind in (np.int32, np.int64))
+        return
     for dtype in dtypes:
         if runner.listed_name(kernel).endswith("append"):
             yield from ((f"{name}, {dtype}", fa_ext.append, call) for name, call in append_calls(dtype).items())
@@ -73,12 +87,17 @@ def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
         if "backward" in runner.listed_name(kernel):
             for name, case in BACKWARD.items():
                 if gradients.takes_sequences(kernel, case.changed(dtype=dtype)):
-                    yield f"{name}, {dtype}", fa_ext.attention_backward, gradients.make(case.changed(dtype=dtype)).inputs
+                    arguments = gradients.make(case.changed(dtype=dtype)).inputs
+                    yield f"{name}, {dtype}", fa_ext.attention_backward, arguments
+                    if name == "padded" and runner.listed_name(kernel) in TAKE_SEGMENTS:
+                        yield f"segments, {dtype}", fa_ext.attention_backward, with_segments(arguments)
             continue
         for name, case in FORWARD.items():
             arguments = case.changed(dtype=dtype).host_inputs()
             if runner.takes(kernel, **arguments):
                 yield f"{name}, {dtype}", fa_ext.attention, arguments
+                if name == "padded" and runner.listed_name(kernel) in TAKE_SEGMENTS:
+                    yield f"segments, {dtype}", fa_ext.attention, with_segments(arguments)
 
 
 def mapped_over(function, arguments):
@@ -173,6 +192,8 @@ class Fenced:
 def outputs(arguments):
     """out, and lse where there is one, of a call; or its gradients."""
     q, v = arguments.get("q"), arguments.get("v")
+    if "ids" in arguments:
+        return {"out": np.zeros(arguments["count"] + 1, np.int32)}
     if "dout" in arguments:
         return {"grads": tuple(np.zeros_like(arguments[name]) for name in "qkv")}
     if "k_cache" in arguments:
@@ -221,7 +242,7 @@ def keep_calling(name, call, changer, seconds):
             try:
                 result(check=True)
             except ValueError as error:
-                assert "such in all" in str(error), error
+                assert "such in all" in str(error) or "documents" in str(error), error
     assert result() == before, f"{name}: another result after the changes"
 
 

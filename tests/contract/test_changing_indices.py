@@ -9,16 +9,17 @@ import sys
 import pytest
 
 import fa_ext
-from fa_ext import _build, _core
+from fa_ext import _build
 from tests import emulator
 from tests.contract import changing, runner
 
-APPEND = [name for name in _core.build_info()["kernels"] if name.endswith("append")]
-KERNELS = [name for name in (*fa_ext.kernels(), *fa_ext.kernels("backward"), *APPEND) if next(changing.cases(name), None)]
+OTHERS = fa_ext.kernels("append") + fa_ext.kernels("documents")
+KERNELS = [name for name in (*fa_ext.kernels(), *fa_ext.kernels("backward"), *OTHERS) if next(changing.cases(name), None)]
 
 #: The instances of a kernel that the emulator builds, for float16 and head_dim 64.
 EMULATED = {
     "append": {},
+    "documents": {},
     "simt": dict(flags=("-DHEAD_DIM=64",), instances="^serve_f16$"),
     "mma_sm80": dict(instances="^serve_d64$"),
     "serve_sm90": dict(instances="^d64_r(8|16)_f16$"),
