@@ -45,7 +45,7 @@ SUMMARY = "write or check the committed record of tests and figures"
 PARTS = NEEDED["cuda"]
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
                "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "dropout": "hot", "serving": "cold",
-               "cache_ops": "cold"}  # fmt: skip
+               "cache_ops": "cold", "sequences-backward": "hot"}  # fmt: skip
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
 ALONE = ("options", "dropout")
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot", "cpu-serving": "hot"}

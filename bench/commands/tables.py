@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, problems, report
-from bench.implementations import peers
+from bench.implementations import dense_rows, peers
+from bench.problems.lengths import pair
 from bench.recording import check, record
 
 SUMMARY = "write the figures of README.md, bench/FIGURES.md and bench/figures/ from the committed evidence"
@@ -326,6 +327,30 @@ def _backward(records: dict, which: str = "gpu") -> str:
     return _markdown(columns, [line(cell) for cell in cells if cell.runs])
 
 
+def _packed_backward(records: dict, which: str = "gpu") -> str:
+    """The cases of packed training, each in the first of its cells: microseconds and TFLOP/s of the fastest kernel, its rate as a share
+    of the dense call's, and how many times faster than each peer it is."""
+    cells: dict[Any, tuple[str, Cell]] = {}
+    for name, cases in problems.CELLS["sequences-backward"].items():
+        for case in cases:
+            cells.setdefault(case, (name, Cell(records[which], case)))
+    timed = {name for _, cell in cells.values() for name in cell.names()}
+    if not timed:
+        return "The record holds no figures of packed training yet."
+    shown = [name for name in BACKWARD_PEERS if name in timed]
+
+    def line(name: str, cell: Cell) -> list:
+        ours, case = cell.fastest(), cell.case
+        how = [_mask(case), *(["any order"] if not case.deterministic else []), *(["sinks"] if case.sinks else []), *(["window"] if case.window else [])]
+        lengths = problems.shortened(str(case)).split(",")[2]
+        return [name, f"{pair(case.heads, case.heads_kv, '/')} {pair(case.head_dim, case.head_dim_v, '/')}", f"{case.batch} of {lengths[1:]}",
+                ", ".join(how), f"`{ours}`" if ours else "-", cell.us(ours), cell.rate(ours), cell.ratio(ours, dense_rows.NAME),
+                *(cell.ratio(ours, peer) for peer in shown)]  # fmt: skip
+
+    columns = ["cell", "H D", "sequences", "mask", "kernel", "us", "TFLOP/s", "of our dense rate", *(f"{BACKWARD_PEERS[n]} / ours" for n in shown)]
+    return _markdown(columns, [line(name, cell) for name, cell in cells.values() if cell.runs])
+
+
 SERVING_GROUPS = {
     "one query, dense keys": r"D\d\w?", "one query, pages of 16, 64 or 256 keys": r"P1 .*", "one query, pages of 1 or 3 keys": r"P2 .*",
     "one query, 512 to 65,536 keys": "R1", "one query, one sequence of 131,072 keys among 63 of 512": "R2",
@@ -377,7 +402,9 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "ladder": _ladder, "options": _options, "dropout": _dropout, "overhead": _overhead, "training": _training,
-    "backward": _backward, "backward_h100": partial(_backward, which="h100"), "serving": _serving, "serving_groups": _serving_groups,
+    "backward": _backward, "backward_h100": partial(_backward, which="h100"),
+    "packed_backward": _packed_backward, "packed_backward_h100": partial(_packed_backward, which="h100"),
+    "serving": _serving, "serving_groups": _serving_groups,
     "paper": partial(_of_preset, PAPER, "paper", only=lambda case: case.seq_q in (512, 2048, 16384)),
     "paper_h100": partial(_of_preset, PAPER, "paper", which="h100", only=lambda case: case.seq_q in (512, 2048, 16384)),
     "small": partial(_of_preset, SMALL, "small"), "extras": partial(_of_preset, EXTRAS, "extras"),

@@ -41,13 +41,13 @@ def _partly_used(batch: int, seq: int) -> list[int]:
 
 def _small_cells() -> dict[str, list[Case]]:
     """Equal lengths (U1), the same padded, with lengths that say so and with rows unused (U2); a very long document among short ones
-    (V2), very short ones (T1), every other one empty beside none (T2); images (I1), cross attention (X1)."""
+    (V2, V2long), very short ones (T1), every other one empty beside none (T2); images (I1), cross attention (X1)."""
     equal = ((16, 1024), (8, 2048), (2, 8192))
     cells = {"U1": [_alike([s] * b, d, causal=causal) for b, s in equal for d in (64, 128, 256) for causal in ("bottom_right", False)]}
     # A row less makes the call one of sequences.
     full = [[s] * (b - 1) + [s - 1] for b, s in equal]
     cells["U2"] = [_alike(n, d, q="padded", k="padded") for n in [*full, *(_partly_used(b, s) for b, s in equal)] for d in (64, 128)]
-    cells["V2"] = [_backward(n, *GROUPED) for n in ([16384] + [128] * 64, [65536] + [128] * 512)]
+    cells |= {"V2": [_backward([16384] + [128] * 64, *GROUPED)], "V2long": [_backward([65536] + [128] * 512, *GROUPED)]}
     cells["T1"] = [_backward([34] * 8192, *GROUPED)]
     cells["T2"] = [_backward(n, *GROUPED) for n in ([512, 0] * 32, [512] * 32)]
     images = [([576] * 128, d) for d in (64, 72, 80)] + [([64] * 1024, d) for d in (64, 80)]

@@ -358,12 +358,13 @@ class Alone:
 
     def seen(self, p):
         """(n_q, n_k): what causal, window, range and segments let a sequence's queries see of the keys that were cut out."""
-        offset, s = self._offset(p), p.sequence
-        seen = (offset >= -self.left) & (offset <= self.right) & self.xp.asarray(p.held)[None, :]
+        xp, s = self.xp, p.sequence
+        at, j = xp.asarray(s.positions, xp.int64)[:, None], xp.arange(s.seen_begin, s.seen_end)[None, :]
+        seen = (j >= at - self.left) & (j <= at + self.right) & xp.asarray(p.held)[None, :]
         if self.segments is None:
             return seen
         q_ids, k_ids = (x[p.b] for x in self.segments)
-        return seen & self.xp.asarray(q_ids[: s.seq_q, None] == k_ids[None, s.seen_begin : s.seen_end])
+        return seen & xp.asarray(q_ids[: s.seq_q, None] == k_ids[None, s.seen_begin : s.seen_end])
 
     def _offset(self, p):
         xp, s = self.xp, p.sequence

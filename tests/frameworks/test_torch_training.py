@@ -1,5 +1,6 @@
 """The training example: its text can be learnt, its verdict holds on a tiny model and fails for a wrong attention."""
 
+import inspect
 import json
 
 import pytest
@@ -59,6 +60,24 @@ def test_packed_documents_train_as_padded_ones(one_thread_of_torch, capsys):
     assert packed["last"] < packed["first"] - 0.1 and 0.1 < found["waste"] < 0.9
     assert train_packed.main(PACKED) == 0
     assert "of the padded tokens are padding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("causal", [{"window_size": (-1, 0)}, {"is_causal": True}], ids=["windows", "torch 2.10"])
+def test_packed_documents_train_beside_varlen_attn(causal, one_thread_of_torch, monkeypatch, capsys):
+    (name,), asked = causal, []
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        assert options == causal and max_q == max_k == int(cu_seq_q.diff().max())
+        asked.append(max_q)
+        return train_packed.fa_ext.torch.attention(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, causal="bottom_right")
+
+    named = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    varlen_attn.__signature__ = inspect.Signature([*inspect.signature(varlen_attn).parameters.values()][:7] + [named])
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert train_packed.main(PACKED) == 0 and len(asked) == 26
+    printed = capsys.readouterr().out
+    assert [line.split()[-1] for line in printed.splitlines() if line.startswith("fa_ext, packed")][-1] == "1.00"
+    assert printed.count("varlen, packed") == 2
 
 
 def test_documents_that_see_each_other_are_noticed(one_thread_of_torch, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench import problems, report
-from bench.commands import measure
+from bench.commands import measure, tables
 from bench.implementations import dense_rows, named, peers
 from bench.machine import device
 from bench.problems import packed_training
@@ -56,6 +56,25 @@ def test_cells_are_chosen_by_name():
         measure.chosen([NAME], [], "", "cuda", ["T1", "X9"])
     with pytest.raises(report.UsageError, match="cells are T1; accepted: presets that have cells: serving, sequences-backward"):
         measure.chosen(["paper"], [], "", "cuda", ["T1"])
+
+
+def test_the_table_of_packed_training():
+    document: dict = {"cells": {}, "contexts": {}, "parts": {}}
+    assert tables._packed_backward({"gpu": document}) == "The record holds no figures of packed training yet."
+
+    def run(**us):
+        figures = {name.replace("_p_", "-"): {"us": x, "tflops": 1000 / x} for name, x in us.items()}
+        return [{"figures": figures, "date": "2026-01-01", "context": "here", "code": []}]
+
+    u1, v1 = CELLS[NAME]["U1"][0], CELLS[NAME]["V1f"][0]
+    document["cells"] = {f"{u1} hot": run(wgmma_backward_sm90=4.0, simt_backward=9.0, fa_ext_p_dense=3.9, flash_p_attn_p_3=5.0),
+                         f"{v1} hot": run(wgmma_fused_backward_sm90=10.0, flash_p_attn_p_3=9.0, torch_p_flash=30.0)}  # fmt: skip
+    lines = tables._packed_backward({"h100": document}, "h100").splitlines()
+    assert lines[0].endswith("| of our dense rate | FlashAttention-2 (torch) / ours | FlashAttention-3 / ours |")
+    assert lines[2:] == [
+        "| U1 | 32 64 | 16 of 1024 | causal | `wgmma_backward_sm90` | 4.00 | 250 | 0.97 | - | 1.25 |",
+        "| V1f | 32/8 128 | 70 of 499+619+1206+... | causal, any order | `wgmma_fused_backward_sm90` | 10.00 | 100 | - | 3.00 | 0.90 |",
+    ]
 
 
 # ---- our own dense call ----
