@@ -6,16 +6,20 @@ warpgroup's tensor cores; a warpgroup has two warps unless asked for four. Reads
 
 Every warp frees stages for itself, so that nothing rests on what wgmma does for the other warps: the models hold without
 that assumption too.
+
+Over sequences (`told`) a thread of its own tells tiles, through a ring of two: it takes a unit of the list, and the next
+one once the stage for it is free. A unit that is SPARE it passes over. The producer is then among those that wait for
+tile_full and free the tile; all of them read the tile's call to their ends.
 """
 
 from dataclasses import dataclass
 from itertools import product
 
-from tests.kernels.models.protocol import Model, Ring
+from tests.kernels.models.protocol import Event, Model, Ring
 from tests.kernels.models.protocol_parts import Buffers, TensorCore, Wgmma
 
-TILE_STAGES = 4
 CONSUMERS = 2
+SPARE = "spare"  # a unit of a list that is no tile
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,12 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class Backward:
-    """The run of one CTA. `mistakes`: planted ones; "freed by one" in both models: a warp frees for its warpgroup."""
+    """The run of one CTA. `mistakes`: planted ones; "freed by one" in both models: a warp frees for its warpgroup. With
+    `told` in all: "taken early" (a unit, before its stage is free), "not waited for" (by the thread that tells), "unread"
+    (the producer does not wait for a tile), "of consumers" (the producer frees a tile whose barrier counts the consumers
+    alone), "without the producer" (which frees no tile), "tile early" (freed before its results are stored)."""
 
-    tiles: tuple
+    units: tuple
     stages: int = 2
     key_stages: int = 1
     value_stages: int = 0  # of the queries kernel with C::kWide; 0: values come with keys
@@ -51,6 +58,15 @@ class Backward:
     wgmma_joins: bool = True
     mistakes: frozenset[str] = frozenset()
     data: bool = True  # whether what the buffers hold is followed too
+    told: bool = False  # over sequences
+
+    @property
+    def tiles(self) -> list:
+        return [unit for unit in self.units if unit != SPARE]
+
+    @property
+    def tile_stages(self) -> int:
+        return 2 if self.told else 4
 
 
 def query_tiles(counts: tuple[int, ...]) -> list[QueryTile]:
@@ -82,14 +98,17 @@ class _Machine:
     def __init__(self, shape: Backward, stages: dict[str, int]) -> None:
         self.shape, self.model = shape, Model()
         self.buffers = Buffers(self.model)
-        self.buffers.stages = stages | {"tile": TILE_STAGES}
-        for s in range(TILE_STAGES):
+        self.buffers.stages = stages | {"tile": shape.tile_stages}
+        self.frees_tiles = shape.told and "without the producer" not in shape.mistakes
+        for s in range(shape.tile_stages):
             self.model.barrier(f"tile_full[{s}]", 1, parity=True)
-            self.model.barrier(f"tile_empty[{s}]", CONSUMERS * shape.warps, parity=True)
+            frees = CONSUMERS * shape.warps + (self.frees_tiles and "of consumers" not in shape.mistakes)
+            self.model.barrier(f"tile_empty[{s}]", frees, parity=True)
         for g in range(CONSUMERS):
             self.model.barrier(f"turn[{g}]", 2 * shape.warps)
         self.producer = self.model.actor("producer")
-        self.tile_ring = Ring(TILE_STAGES)
+        self.teller = self.model.actor("teller") if shape.told else self.producer
+        self.tile_ring = Ring(shape.tile_stages)
 
     def ring(self, kind: str, stages: int, frees: int) -> None:
         for s in range(stages):
@@ -105,12 +124,56 @@ class _Machine:
         self.buffers.copy(producer, kind, ring.use, f"{kind}_full[{s}]", ring.phase, site)
 
     def announce(self) -> None:
-        ring, producer = self.tile_ring, self.producer
-        s, site = ring.stage, f"announce tile {ring.use}"
-        producer.wait(f"tile_empty[{s}]", ring.phase - 1, site)
-        begins = producer.step(f"{site}: write")
-        self.buffers.fill("tile", ring.use, begins, producer.arrive(f"tile_full[{s}]", ring.phase, site))
+        """The next tile of a dense call, or that there is none."""
+        self.wait_for_stage()
+        self.tell(self.producer.step(f"tile {self.tile_ring.use}: write"))
+
+    def wait_for_stage(self) -> None:
+        ring = self.tile_ring
+        if "not waited for" not in self.shape.mistakes:
+            self.teller.wait(f"tile_empty[{ring.stage}]", ring.phase - 1, f"wait to tell tile {ring.use}")
+
+    def tell(self, begins: Event) -> None:
+        ring = self.tile_ring
+        there = self.teller.arrive(f"tile_full[{ring.stage}]", ring.phase, f"tell tile {ring.use}")
+        self.buffers.fill("tile", ring.use, begins, there)
         ring.advance()
+
+    def tell_tiles(self) -> None:
+        """tell_tiles(). That a unit is taken begins the fill of its stage: who takes it early keeps it from other CTAs."""
+        early, begins = "taken early" in self.shape.mistakes, None
+        for unit in (*self.shape.units, None):
+            taken = self.teller.step("take a unit")
+            begins = begins or taken
+            if unit == SPARE:
+                continue
+            if early:
+                self.wait_for_stage()
+            self.teller.step(f"tile {self.tile_ring.use}: write")
+            self.tell(begins)
+            begins = None
+            if not early and unit is not None:
+                self.wait_for_stage()
+
+    def produce(self, body) -> None:
+        """produce_tiles(): body(tile, at, announce_next) for each."""
+        shape, producer = self.shape, self.producer
+        if not shape.told:
+            self.announce()
+            for number, tile in enumerate(shape.tiles):
+                body(tile, f"tile {number}", self.announce)
+            return
+        self.tell_tiles()
+        for number, tile in enumerate((*shape.tiles, None)):
+            s, phase, site = number % shape.tile_stages, number // shape.tile_stages, f"tile {number}"
+            if "unread" not in shape.mistakes:
+                producer.wait(f"tile_full[{s}]", phase, site)
+            begins = producer.step(f"{site}: read the tile")
+            if tile is not None:
+                body(tile, site, lambda: None)
+            self.buffers.read("tile", number, begins, producer.step(f"{site}: all is asked for"))
+            if tile is not None and self.frees_tiles:
+                producer.arrive(f"tile_empty[{s}]", phase, site)
 
     def consumers(self, make) -> Model:
         shape = self.shape
@@ -135,21 +198,30 @@ class _Consumer:
     def consume(self) -> None:
         shape, actor = self.shape, self.actor
         self.begin()
-        for number, tile in enumerate(shape.tiles):
-            s, phase = number % TILE_STAGES, number // TILE_STAGES
-            actor.wait(f"tile_full[{s}]", phase, f"tile {number}")
-            self.at = f"tile {number}"
-            self.work(tile)
-            read = actor.step(f"tile {number}: read the tile")
-            self.buffers.read("tile", number, read, read)
-            if "tile by one" not in shape.mistakes:
-                actor.arrive(f"tile_empty[{s}]", phase, f"tile {number}")
+        for number, tile in enumerate((*shape.tiles, None)):
+            s, phase, site = number % shape.tile_stages, number // shape.tile_stages, f"tile {number}"
+            actor.wait(f"tile_full[{s}]", phase, site)
+            begins = ends = actor.step(f"{site}: read the tile")
+            if tile is not None:
+                self.at = site
+                self.work(tile)
+                ends = self.finish(s, phase, site)
+            self.buffers.read("tile", number, begins, ends)
+
+    def finish(self, s: int, phase: int, site: str) -> Event:
+        """Frees the tile and stores; returns the last read of the tile."""
+        shape, actor = self.shape, self.actor
+        read = actor.step(f"{site}: read the tile again")
+        late = shape.told and "tile early" not in shape.mistakes
+        for what in ("store", "free") if late else ("free", "store"):
+            if what == "store":
+                stored = actor.step(f"{site}: epilogue")
+            elif "tile by one" not in shape.mistakes:
+                actor.arrive(f"tile_empty[{s}]", phase, site)
             elif self.elected:
                 for _ in range(shape.warps):
-                    actor.arrive(f"tile_empty[{s}]", phase, f"tile {number}")
-            actor.step(f"tile {number}: epilogue")
-        number = len(shape.tiles)
-        actor.wait(f"tile_full[{number % TILE_STAGES}]", number // TILE_STAGES, "no more tiles")
+                    actor.arrive(f"tile_empty[{s}]", phase, site)
+        return stored if shape.told else read
 
     def begin(self) -> None:
         pass
@@ -199,20 +271,19 @@ def queries_model(shape: Backward) -> Model:
             machine.load("value", v_ring, f"{site}, values")
             v_ring.advance()
 
-    machine.announce()
-    for number, tile in enumerate(shape.tiles):
-        at = f"tile {number}"
+    def load_tile(tile: QueryTile, at: str, announce_next) -> None:
         if not tile.seen:
-            machine.announce()
-            continue
+            return announce_next()
         for g in range(CONSUMERS):
             machine.load(f"q{g}", q_ring, f"{at} queries {g}")
         q_ring.advance()
         if tile.count:
             load_block(f"{at} block 0")
-        machine.announce()
+        announce_next()
         for block in range(1, tile.count):
             load_block(f"{at} block {block}")
+
+    machine.produce(load_tile)
     return machine.consumers(_Queries)
 
 
@@ -327,18 +398,19 @@ def keys_model(shape: Backward, consumer: type | None = None) -> Model:
     for g in range(CONSUMERS):
         machine.ring(f"kv{g}", shape.key_stages, 1)
     ring, kv_ring = Ring(shape.stages), Ring(shape.key_stages)
-    machine.announce()
-    for number, tile in enumerate(shape.tiles):
+
+    def load_tile(tile: KeyTile, at: str, announce_next) -> None:
         if tile.count == 0:
-            machine.announce()
-            continue
+            return announce_next()
         for g in range(CONSUMERS):
-            machine.load(f"kv{g}", kv_ring, f"tile {number} keys {g}")
+            machine.load(f"kv{g}", kv_ring, f"{at} keys {g}")
         kv_ring.advance()
-        machine.announce()
+        announce_next()
         for member, block in product(range(tile.members), range(tile.count)):
-            machine.load("step", ring, f"tile {number} head {member} block {block}")
+            machine.load("step", ring, f"{at} head {member} block {block}")
             ring.advance()
+
+    machine.produce(load_tile)
     return machine.consumers(consumer or _Keys)
 
 

@@ -30,19 +30,19 @@ def wide_model(shape: Backward) -> Model:
         machine.load(kind, rings[kind], f"{site} {kind}")
         rings[kind].advance()
 
-    machine.announce()
-    for number, tile in enumerate(shape.tiles):
+    def load_tile(tile: KeyTile, at: str, announce_next) -> None:
         if tile.count == 0:
-            machine.announce()
-            continue
-        at, steps = f"tile {number}", tile.count * tile.members
+            return announce_next()
+        steps = tile.count * tile.members
         for kind in ("k", "q", "v"):
             load(kind, at)
-        machine.announce()
+        announce_next()
         for step in range(steps):
             load("dout", f"{at} step {step}")
             if step + 1 < steps:
                 load("q", f"{at} step {step + 1}")
+
+    machine.produce(load_tile)
     return machine.consumers(_Role)
 
 
