@@ -35,6 +35,7 @@ struct SequenceTiles {
     fa_sequences sequences;
     int64_t batch, left, right;
     fa_fault_board *faults;
+    uint32_t *counters;    // two, which place_sequences() sets to 0; NULL: none
     SequencePlace *places; // (batch + 2)
     int *span[kTilings];   // of each tile
     int rows[kTilings];    // of a tile
@@ -159,6 +160,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) place_sequences(const __grid_constant__ SequenceTiles t) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[2][kThreads / 32];
+    if (t.counters && threadIdx.x < 2) t.counters[threadIdx.x] = 0;
     int end_q = 0, end_k = 0; // of the spans before this pass
     for (int64_t first = 0; first < t.batch + 2; first += kThreads) {
         const int64_t n = first + threadIdx.x;

@@ -48,7 +48,7 @@ template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const
 }
 /* One thread, that of the producer. */
 __device__ __forceinline__ void acquire_keys_maps(const SequenceCall &call) {
-    for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV}) acquire_sequence_map(call.maps + map);
+    for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV}) use_sequence_map(call.maps + map);
 }
 
 template <class C> struct KeysSmem {
@@ -375,6 +375,7 @@ template <class C, class Params> __device__ __forceinline__ void keys_block(cons
 
     keys_begin<C>(p, smem);
 
+    if constexpr (C::kSequences) begin_early();
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kSequences)

@@ -56,6 +56,7 @@ __device__ __forceinline__ SequenceCall make_call(const SequenceMaking &p, int n
 static __global__ void __launch_bounds__(32 * kMakingWarps)
     make_sequence_calls(const __grid_constant__ SequenceMaking p) {
     FA_CHAOS_BEGIN();
+    begin_early();
     __shared__ alignas(128) CUtensorMap scratch[kMakingWarps];
     const int warp = int(threadIdx.x / 32);
     const int64_t n = int64_t(blockIdx.x) * kMakingWarps + warp;

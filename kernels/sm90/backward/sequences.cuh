@@ -11,6 +11,7 @@
 #pragma once
 #include "common/sequence_tiles.cuh"
 #include "sm90/backward/kernel.cuh"
+#include "sm90/common/cluster.cuh" // dependency_wait
 #include "sm90/common/sequence_maps.cuh"
 
 namespace fa::sm90 {
@@ -121,10 +122,24 @@ template <class Smem> __device__ __forceinline__ bool is_new_span(Smem &smem, co
     return is_new;
 }
 
+/* Acquires a map, and asks for it ahead of the copies that wait for room. */
+__device__ __forceinline__ void use_sequence_map(const CUtensorMap *map) {
+    acquire_sequence_map(map);
+    tensor_map_prefetch(map);
+}
+
 /* A map of a tile's operands. */
 template <MapOf kMap, class Params>
 __device__ __forceinline__ const CUtensorMap *map_of(const Params &, const SequenceCall &call) {
     return call.maps + kMap;
+}
+
+/* ---- launch ---- */
+
+/* The kernels of a call over sequences follow one another early: no thread touches global memory before this. */
+__device__ __forceinline__ void begin_early() {
+    dependency_release();
+    dependency_wait();
 }
 
 /* ---- tiles ---- */
@@ -132,14 +147,18 @@ __device__ __forceinline__ const CUtensorMap *map_of(const Params &, const Seque
 /* Tells the block its tiles of `Rows` rows. One thread. */
 template <Tiling kTiling, int Rows, class Smem>
 __device__ __forceinline__ void tell_tiles(const SequenceList &list, Smem &smem) {
+    constexpr int kShort = 384; // rows that a tile walks over in less time than it takes to tell one
     RingState<Smem::kTileStages> ring(1);
-    for (uint32_t unit = blockIdx.x;; unit = gridDim.x + atomicAdd(list.counter, 1)) {
-        if (unit >= list.units) break;
+    const auto take = [&] { return gridDim.x + atomicAdd(list.counter, 1); };
+    for (uint32_t unit = blockIdx.x; unit < list.units;) {
         const int span = list.span[unit / list.heads];
         const SequenceCall &of = list.calls[span];
         const uint32_t tiles = of.tiles[kTiling], width = of.section_heads[kTiling];
         const uint32_t inside = unit - of.first_tile[kTiling] * list.heads;
-        if (inside >= tiles * list.heads) continue; // spare
+        if (inside >= tiles * list.heads) { // spare
+            unit = take();
+            continue;
+        }
         const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
         const uint32_t here = min(width, list.heads - section * width), step = rest / here;
         const uint32_t tile = kTiling == kTilesOfQueries ? tiles - 1 - step : step; // the longest first
@@ -147,9 +166,12 @@ __device__ __forceinline__ void tell_tiles(const SequenceList &list, Smem &smem)
         auto *to = reinterpret_cast<uint4 *>(&smem.calls.of[ring.stage]);
 #pragma unroll 1 // few registers
         for (int n = 0; n < int(sizeof(SequenceCall) / 16); ++n) to[n] = reinterpret_cast<const uint4 *>(&of)[n];
+        const bool is_short = (kTiling == kTilesOfQueries ? of.seq_k : of.seq_q) <= kShort;
         mbarrier_arrive(&smem.tile_full[ring.stage]);
         ring.advance();
-        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity); // before the next one is taken
+        if (is_short) unit = take();
+        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+        if (!is_short) unit = take();
     }
     smem.tile[ring.stage].row = -1;
     mbarrier_arrive(&smem.tile_full[ring.stage]);

@@ -32,6 +32,7 @@
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/host.cuh"
 #include "sm90/backward/sequence_calls.cuh"
+#include "sm90/common/early.cuh"
 #include <algorithm> // min, max
 
 namespace fa::sm90 {
@@ -240,6 +241,7 @@ static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, Bac
                              .whole = backward_kind(f) == kFull,
                              .accumulate = p.accumulate};
     lay_out(making.t, workspace + own.lists_at);
+    making.t.counters = reinterpret_cast<uint32_t *>(workspace);
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
     if (is_wide(instance_of(own).head_dim)) {
@@ -263,9 +265,8 @@ static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, Bac
     FA_CHAOS_ARM(launch.stream, launch);
     place_sequences<kPlaceThreads><<<1, kPlaceThreads, 0, stream>>>(making.t);
     FA_CUDA_TRY(launch, cudaGetLastError());
-    const unsigned blocks = unsigned(divide_up(f.batch + 2, kMakingWarps));
-    make_sequence_calls<<<blocks, 32 * kMakingWarps, 0, stream>>>(making);
-    FA_CUDA_TRY(launch, cudaGetLastError());
+    FA_TRY(
+        start_early(make_sequence_calls, divide_up(f.batch + 2, kMakingWarps), 32 * kMakingWarps, 0, launch, making));
     work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = making.whole};
     work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = making.whole};
     if (own.sink_parts) // tiles that are spare leave none
@@ -288,7 +289,9 @@ static fa_code launch_pairs_of_sequences(const fa_backward &p, const BackwardOwn
     work->query_blocks = set(work->queries.list, work->queries.schedule, own.query_tiles, pairs * group, counters);
     work->key_blocks = set(work->keys.list, work->keys.schedule,
                            own.row_blocks || p.wants >> FA_GRAD_K & 3 ? own.key_tiles : 0, pairs, counters + 1);
-    FA_CUDA_TRY(launch, cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
+    if (first > 0) // those of the first group are 0
+        FA_CUDA_TRY(launch,
+                    cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
     return instance_of(own).launch(*work, launch);
 }
 
