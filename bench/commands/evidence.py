@@ -49,7 +49,7 @@ GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold"
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
 ALONE = ("options", "dropout")
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot", "cpu-serving": "hot"}
-OPERATIONS = ("attention", "backward", "merge", "append")
+OPERATIONS = ("attention", "backward", "merge", "append", "documents")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
 REPEATS = 250

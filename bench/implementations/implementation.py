@@ -27,7 +27,8 @@ from bench.problems.sequences import index_arrays
 
 Thunk = Callable[[], Any]
 # operation: whose kernels do it (an argument of ``fa_ext.kernels``)
-TABLES = {"attention": "attention", "serving": "attention", "backward": "backward", "merge": "merge", "append": "append"}
+TABLES = {"attention": "attention", "serving": "attention", "backward": "backward", "merge": "merge", "append": "append",
+          "documents": "documents"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 
