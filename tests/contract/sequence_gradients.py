@@ -129,6 +129,15 @@ def alone(case: Case, values: list[Values], b: int) -> dict:
     return found
 
 
+def as_dense(case: Case, x: Values, b: int) -> dict:
+    """The arguments of sequence b, whose values are x, as a dense call of one entry, (1, H, S, D), with its own options."""
+    found = {name: getattr(x, name).swapaxes(0, 1)[None] for name in ("dout", "q", "k", "v", "out")}
+    found |= {name: getattr(x, name).T[None] for name in ("lse", "dlse")}
+    options = arguments_of(case)
+    found |= {name: options[name] for name in ("causal", "window", "softcap", "scale", "alibi") if name in options}
+    return found | ({"dropout": (*case.dropout, 0, (b, 0, 0, 0), case.heads)} if case.dropout else {})
+
+
 @functools.lru_cache(maxsize=2)
 def known(case: Case) -> tuple[list[Values], dict]:
     """(values, arguments) of a case: the kernels that it runs on share them."""

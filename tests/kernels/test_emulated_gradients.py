@@ -16,7 +16,7 @@ from bench.problems.placement import Unplaceable
 from tests import emulator
 from tests.contract import changing, gradients
 from tests.contract.gradients import Problem, make, run, verdict
-from tests.contract.sequence_gradients import Values, arguments_of, elsewhere, parts_of, values_of
+from tests.contract.sequence_gradients import arguments_of, as_dense, elsewhere, parts_of, values_of
 from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
 pytestmark = pytest.mark.skipif(
@@ -155,15 +155,6 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def dense(case: Case, x: Values, b: int) -> dict:
-    """The arguments of a sequence as a dense call of one entry."""
-    found = {name: getattr(x, name).swapaxes(0, 1)[None] for name in ("dout", "q", "k", "v", "out")}
-    found |= {name: getattr(x, name).T[None] for name in ("lse", "dlse")}
-    options = arguments_of(case)
-    found |= {name: options[name] for name in ("causal", "window", "softcap", "scale", "alibi") if name in options}
-    return found | ({"dropout": (*case.dropout, 0, (b, 0, 0, 0), case.heads)} if case.dropout else {})
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, options, monkeypatch):
     """In every storage, alone, among others, and as those of a dense call."""
@@ -172,7 +163,7 @@ def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, options, monkeypat
     base = taken(BASE.changed(**options), kernel)
     values, wanted = values_of(base), []
     for b, x in enumerate(values):
-        got = fa_ext.attention_backward(**dense(base, x, b), kernel=row)
+        got = fa_ext.attention_backward(**as_dense(base, x, b), kernel=row)
         wanted.append([g[0].swapaxes(0, 1).tobytes() for g in got])
     stores = [dict(q=q, k=k) for q, k in itertools.product(("padded", "packed"), ("padded", "packed"))]
     stores += [dict(slack=0), dict(q="padded", k="padded", layout="bhsd", slack=70)]
@@ -258,3 +249,52 @@ def test_mutants(emulated, monkeypatch, mutant):
     problem = make(sequences(lengths, lengths, 1, causal="bottom_right"))
     fault = "has not acquired" if "acquired" in mutant else "wrong"
     assert any(fault in found for found in seeds_that_fail(monkeypatch, lambda: verdict(row, problem), 4))
+
+
+# ---- tiles that a block is told ----
+
+TOLD = {
+    "tiles over tiles": ("mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);\n    }\n    smem.tile", "}\n    smem.tile"),
+    "freed without the producer": ("C::kConsumers * 4 + C::kSequences", "C::kConsumers * 4"),
+    "not waited for by the producer": ("told_row(smem, round) >= 0", "smem.tile[round % Smem::kTileStages].row >= 0"),
+}
+#: Sections of two heads, which without this such short sequences have not.
+SECTIONS = {"section_heads(keys * p.key_row_bytes, group)": "2", "section_heads(group * place.seq_q * p.query_row_bytes, 1)": "2"}
+FIRST = {"int(section * width + rest - step * here)": "int(rest - step * here)"}  # the heads of the first section again
+
+
+def edits(changes):
+    """An edit of several texts, each of which some unit has."""
+
+    def edit(text):
+        left.difference_update(old for old in changes if old in text)
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        return text
+
+    left = set(changes)
+    return edit, left
+
+
+def several_tiles(heads):
+    lengths = (3, 70, 1, 9, 70, 2, 140)
+    return make(sequences(lengths, lengths, heads, heads, causal="bottom_right"))
+
+
+@pytest.mark.parametrize("mutant", TOLD)
+def test_tiles_that_are_told_wrong(emulated, monkeypatch, mutant):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "1")
+    edit, left = edits(dict([TOLD[mutant]]))
+    row, _ = emulated("wgmma_backward_sm90", mutant, edit=edit)
+    assert not left
+    assert seeds_that_fail(monkeypatch, lambda: verdict(row, several_tiles(1)), 4)
+
+
+def test_sections_of_heads(emulated, monkeypatch):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "1")
+    problem = several_tiles(5)
+    for tag, changes in (("sections", SECTIONS), ("the first section", SECTIONS | FIRST)):
+        edit, left = edits(changes)
+        row, _ = emulated("wgmma_backward_sm90", tag, edit=edit)
+        assert not left
+        assert bool(seeds_that_fail(monkeypatch, lambda: verdict(row, problem), 2)) == (changes != SECTIONS)
