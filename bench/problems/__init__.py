@@ -61,8 +61,8 @@ def parse(text: str, operations: Sequence[str] = ("attention",)) -> Case:
 
 def _check_measurable(case: Case) -> None:
     """ValueError for sequences that the laboratory does not make."""
-    if case.k_range or case.positions or case.logits or case.storage.cache != "two" or case.storage.slack:
-        raise ValueError("sequences are measured with slack=0, and without k_range, positions, logits and cache")
+    if case.k_range or case.positions or case.segments or case.logits or case.storage.cache != "two" or case.storage.slack:
+        raise ValueError("sequences are measured with slack=0, and without k_range, positions, segments, logits and cache")
     if case.operation == "backward" and case.storage.k == "paged":
         raise ValueError("paged keys have no backward pass; accepted with operation=backward: k=packed, k=padded")
 

@@ -23,13 +23,13 @@ OPERATIONS_OF_SEQUENCES = ("serving", "backward", "append")
 ACCEPTED = {
     "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"),
     "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "layout": ("bhsd", "bshd"), "strides": STRIDES,
-    "values": VALUES, "k_range": ("True", "False"), "positions": POSITIONS,
+    "values": VALUES, "k_range": ("True", "False"), "positions": POSITIONS, "segments": ("True", "False"),
     "operation": tuple(dict.fromkeys((*OPERATIONS, *OPERATIONS_OF_SEQUENCES))),
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
 #: Options that cases of sequences cannot have, and those that they alone have.
 NOT_OF_SEQUENCES = ("bias", "mask", "strides", "values")
-OF_SEQUENCES = ("k_range", "positions")
+OF_SEQUENCES = ("k_range", "positions", "segments")
 
 
 def itemsize(dtype: str) -> int:
@@ -54,8 +54,8 @@ class Case:
     asked for.
 
     lengths and storage are those of sequences; batch, seq_q and seq_k follow from them: how many there are, and the longest.
-    Sequences have sinks of one kind (True), alibi "heads" or "batch", k_range, and positions: the default ones ("same"), moved
-    by a constant, or random.
+    Sequences have sinks of one kind (True), alibi "heads" or "batch", k_range, positions: the default ones ("same"), moved
+    by a constant, or random, and padded ones segments: few ids in no order.
     """
 
     batch: int = 1
@@ -80,6 +80,7 @@ class Case:
     values: str = "normal"
     k_range: bool = False
     positions: str | None = None
+    segments: bool = False
     logits: tuple[str, int] | None = None
     seed: int = 0
     operation: str | None = None  #: attention, of sequences serving
@@ -117,6 +118,8 @@ class Case:
             raise ValueError(f"sinks is {self.sinks!r}; accepted: {'True' if self.lengths else ', '.join(SINKS)}")
         if self.lengths and self.alibi not in (None, "heads", "batch"):
             raise ValueError(f"alibi is {self.alibi!r}; accepted: heads, batch")
+        if self.segments and (self.storage.q, self.storage.k) != ("padded", "padded"):
+            raise ValueError("segments are of q=padded and k=padded")
         accepted = OPERATIONS_OF_SEQUENCES if self.lengths else OPERATIONS
         if self.operation not in accepted:
             raise ValueError(f"operation is {self.operation!r}; accepted here: {', '.join(accepted)}")

@@ -171,6 +171,12 @@ def random_cases(count, seed=0, batch=6, longest=200):
         yield case
 
 
+def random_segments(count, seed=0, backward=False, **sizes):
+    """Those of ``random_cases``, or ``random_gradients``, padded and with segments."""
+    for case in (random_gradients if backward else random_cases)(count, seed, **sizes):
+        yield case.changed(q="padded", k="padded", cache="two", segments=True)
+
+
 def angles(count, half, dtype=np.float32, seed=0):
     """(cos, sin) of a table of positions."""
     speed = 10000.0 ** (-np.arange(half) / half)

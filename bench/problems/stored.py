@@ -79,6 +79,10 @@ def host_inputs(case: Case, values=None) -> dict:
     values = values_of(case) if values is None else values
     rng = np.random.default_rng([case.seed, 14])
     queries, keys = _store_queries(case, [x[0] for x in values]), _store_keys(case, values, rng)
+    if case.segments:
+        rows, drawn = 1 if case.layout == "bshd" else 2, np.array([INT_MIN, -1, 0, INT_MAX], np.int32)
+        shapes = [(x.shape[0], x.shape[rows]) for x in (queries["q"], keys["k"])]
+        keys["segments"] = tuple(drawn[np.random.default_rng([case.seed, 15, n]).integers(0, 4, shape)] for n, shape in enumerate(shapes))
     return queries | keys | case.options() | extras(case) | {"layout": case.layout}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import sys
 import time
 
@@ -37,6 +38,8 @@ def main(arguments=None) -> int:
         backward = kernel and kernel.partition("@")[0] in fa_ext.kernels("backward")
         if given.sequences:
             drawn = (serving_cases.random_gradients if backward else serving_cases.random_cases)(given.sweep, given.seed)
+            parted = serving_cases.random_segments(given.sweep // 10, given.seed, backward)
+            drawn = itertools.chain(drawn, parted)
         else:
             drawn = (cases.random_gradients if backward else cases.random_cases)(given.seed, given.sweep, given.limit)
         return sweep(kernel or fa_ext.kernels()[-1], drawn, given.seconds)

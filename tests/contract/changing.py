@@ -22,7 +22,7 @@ from bench.problems.placement import BFLOAT16
 from bench.problems.serving_cases import append_call
 from bench.problems.stored import INT_MAX, INT_MIN
 from tests import emulator
-from tests.contract import gradients, runner
+from tests.contract import gradients, runner, segments
 from tests.emulator.emulated import on_the_cpu
 
 #: Arguments whose contents say where something lies.
@@ -48,9 +48,6 @@ BACKWARD = {
     "padded": Case.sequences(**_TRAINED, q="padded", k="padded", layout="bhsd", k_range=True),
     "positions": Case.sequences(**_TRAINED, k="packed", positions="shifted", window=(50, 0)),
 }
-
-
-TAKE_SEGMENTS = ("cpu_ref", "simt", "mma_sm80", "cpu_ref_backward", "simt_backward", "mma_backward_sm80")
 
 
 def append_calls(dtype: str) -> dict[str, dict]:
@@ -89,14 +86,14 @@ def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
                 if gradients.takes_sequences(kernel, case.changed(dtype=dtype)):
                     arguments = gradients.make(case.changed(dtype=dtype)).inputs
                     yield f"{name}, {dtype}", fa_ext.attention_backward, arguments
-                    if name == "padded" and runner.listed_name(kernel) in TAKE_SEGMENTS:
+                    if name == "padded" and runner.listed_name(kernel) in segments.TAKES:
                         yield f"segments, {dtype}", fa_ext.attention_backward, with_segments(arguments)
             continue
         for name, case in FORWARD.items():
             arguments = case.changed(dtype=dtype).host_inputs()
             if runner.takes(kernel, **arguments):
                 yield f"{name}, {dtype}", fa_ext.attention, arguments
-                if name == "padded" and runner.listed_name(kernel) in TAKE_SEGMENTS:
+                if name == "padded" and runner.listed_name(kernel) in segments.TAKES:
                     yield f"segments, {dtype}", fa_ext.attention, with_segments(arguments)
 
 

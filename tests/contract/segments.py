@@ -3,8 +3,11 @@
 import numpy as np
 
 import fa_ext
-from tests.contract import runner
+from bench.problems.placement import Unplaceable
+from tests.contract import gradients, runner
 
+#: The kernels that take them, forward and backward.
+TAKES = {"cpu_ref", "simt", "mma_sm80", "cpu_ref_backward", "simt_backward", "mma_backward_sm80"}
 BATCH, HEADS, HEADS_KV = 2, 4, 2
 #: More options of a call, made from its batch, queries and keys.
 OPTIONS = {
@@ -66,6 +69,24 @@ def backward(kernel, name, queries, keys, dim):
     report = fa_ext.verify_backward(**placed, wrt=wrt, kernel=kernel)
     assert report, report
     same_bits(fa_ext.attention_backward(**placed, wrt=wrt, kernel=kernel), fa_ext.attention_backward(**masked, wrt=wrt, kernel=kernel))
+
+
+def failures(kernel, cases):
+    """The verdicts of float64 against random calls, in a dtype that the kernel takes; NaN lies in all rows of no sequence."""
+    wrong = []
+    for case in cases:
+        case = case.changed(dtype=width(kernel).name)
+        if "mma" in kernel and case.operation == "backward":
+            case = case.changed(positions=None)
+        try:
+            if case.operation == "backward":
+                report = gradients.verdict(kernel, gradients.make(case))
+            else:
+                report = fa_ext.verify(**runner.on(kernel, case.host_inputs()), kernel=kernel)
+        except Unplaceable:
+            continue
+        wrong += [] if report else [f"{case}: {report}"]
+    return wrong
 
 
 def layouts_and_strides(kernel):

@@ -39,18 +39,18 @@ def forward(case: Case) -> Case:
 
 
 def values_of(case: Case, seed=5) -> list[Values]:
-    """The values of each sequence; out and lse come from the same call over packed arrays, whatever the storage."""
+    """The values of each sequence; out and lse come from the same call over packed arrays, whatever the storage, but with segments."""
     case = forward(case)
-    drawn, packed = stored.values_of(case), case.changed(q="packed", k="packed", layout="bshd")
-    arguments = packed.host_inputs(drawn)
+    drawn, like = stored.values_of(case), case.changed(layout="bshd") if case.segments else case.changed(q="packed", k="packed", layout="bshd")
+    arguments = like.host_inputs(drawn)
     out, lse = reference.attention(**arguments)
     wide = np.float64 if case.dtype == "float64" else np.float32
     found = []
     for b, (q, k, v) in enumerate(drawn):
         rng = np.random.default_rng([case.seed, seed, b])
-        some_out, some_lse = (rows_of(packed, arguments, "out", x, b) for x in (out, lse.T[..., None]))
+        some_out, some_lse = (rows_of(like, arguments, name, x, b) for name, x in (("out", out), ("lse", lse)))
         with np.errstate(over="ignore"):
-            narrow, some_lse = some_out.astype(q.dtype), some_lse[..., 0].astype(wide)
+            narrow, some_lse = some_out.astype(q.dtype), some_lse.astype(wide)
         dout, dlse = rng.standard_normal(some_out.shape).astype(q.dtype), rng.standard_normal(some_lse.shape).astype(wide)
         found.append(Values(q, k, v, dout, narrow, some_lse, dlse))
     return found
@@ -148,6 +148,6 @@ def known(case: Case) -> tuple[list[Values], dict]:
 def dense_case(case: Case, b: int) -> Case:
     """Sequence b as a case without sequences."""
     like = {f.name: getattr(case, f.name) for f in dataclasses.fields(Case)}
-    for name in ("lengths", "storage", "batch", "operation", "layout", "sinks", "k_range", "positions"):
+    for name in ("lengths", "storage", "batch", "operation", "layout", "sinks", "k_range", "positions", "segments"):
         del like[name]
     return Case(**like | {"seq_q": case.n_q[b], "seq_k": case.n_k[b]})

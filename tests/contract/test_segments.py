@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems import serving_cases
 from tests.contract import runner, segments
 
 FORWARD, BACKWARD = fa_ext.kernels(), fa_ext.kernels("backward")
-TAKES = {"cpu_ref", "simt", "mma_sm80", "cpu_ref_backward", "simt_backward", "mma_backward_sm80"}
 SIZES = [(13, 17, 16), (70, 133, 40), (1, 90, 64)]
 
 
@@ -18,12 +18,12 @@ def skip_absent(kernel):
     return kernel
 
 
-@pytest.fixture(params=[kernel for kernel in FORWARD if runner.listed_name(kernel) in TAKES])
+@pytest.fixture(params=[kernel for kernel in FORWARD if runner.listed_name(kernel) in segments.TAKES])
 def taking(request):
     return skip_absent(request.param)
 
 
-@pytest.fixture(params=[kernel for kernel in BACKWARD if runner.listed_name(kernel) in TAKES])
+@pytest.fixture(params=[kernel for kernel in BACKWARD if runner.listed_name(kernel) in segments.TAKES])
 def taking_backward(request):
     return skip_absent(request.param)
 
@@ -42,12 +42,22 @@ def test_gradients_against_float64_and_a_mask(taking_backward, name, queries, ke
     segments.backward(taking_backward, name, queries, keys, dim)
 
 
+def test_random_calls(taking):
+    wrong = segments.failures(taking, serving_cases.random_segments(25, 5))
+    assert not wrong, "\n".join(wrong[:3])
+
+
+def test_random_gradients(taking_backward):
+    wrong = segments.failures(taking_backward, serving_cases.random_segments(25, 6, backward=True, longest=70))
+    assert not wrong, "\n".join(wrong[:3])
+
+
 @pytest.mark.parametrize("check", segments.CHECKS, ids=lambda check: check.__name__)
 def test_layouts_documents_and_empty_arrays(taking, check):
     check(taking)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in (*FORWARD, *BACKWARD) if runner.listed_name(kernel) not in TAKES])
+@pytest.mark.parametrize("kernel", [kernel for kernel in (*FORWARD, *BACKWARD) if runner.listed_name(kernel) not in segments.TAKES])
 def test_others_refuse_it(kernel):
     skip_absent(kernel)
     given, _ = segments.drawn("none", 5, 6, 64, dtype=np.float16)

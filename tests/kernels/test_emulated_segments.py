@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems import serving_cases
 from tests import emulator
 from tests.contract import segments
 from tests.emulator.emulated import on_the_cpu, replaced
@@ -58,6 +59,13 @@ def test_backward(emulated, seed, kernel, name):
         pytest.skip("takes no positions")
     for size in SIZES:
         segments.backward(emulated(kernel), name, *size)
+
+
+@pytest.mark.parametrize("kernel", (*FORWARD, *BACKWARD))
+def test_random_calls(emulated, kernel):
+    cases = [case.changed(head_dim=48, head_dim_v=48) for case in serving_cases.random_segments(20, 9, kernel in BACKWARD, longest=90)]
+    wrong = segments.failures(emulated(kernel), cases)
+    assert not wrong, "\n".join(wrong[:3])
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
