@@ -37,7 +37,7 @@ struct SequenceTiles {
     fa_fault_board *faults;
     uint32_t *counters;    // two, which place_sequences() sets to 0; NULL: none
     SequencePlace *places; // (batch + 2)
-    int *span[kTilings];   // of each tile
+    int *span[kTilings];   // of each tile; NULL: nobody asks
     int rows[kTilings];    // of a tile
     int tiles[kTilings];
 
@@ -142,16 +142,25 @@ __device__ __forceinline__ SequencePlace place_of_span(const SequenceTiles &t, i
     return place;
 }
 
-/* Writes the spans of the tiles [mine, end) of span n: a thread the first of its own, a warp the others together. */
-__device__ __forceinline__ void write_spans(int *span, int n, int mine, int end) {
-    constexpr int kFirst = 2;
-    const int lane = threadIdx.x % 32;
+/* Writes the spans of the tiles [mine, end) of span n = first + threadIdx.x: a thread the first of its own, and of the
+ * others each warp those of every kThreads / 32-th span. All threads of the block call it. */
+template <int kThreads>
+__device__ __forceinline__ void write_spans(int *span, int first, int mine, int end, int2 (&left)[kThreads]) {
+    constexpr int kFirst = 2, kWarps = kThreads / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto write = [&](int tile, int n) { span[tile] = n; };
 #pragma unroll
     for (int tile = 0; tile < kFirst; ++tile)
-        if (mine + tile < end) span[mine + tile] = n;
-    for (unsigned left = __ballot_sync(~0u, end - mine > kFirst); left; left &= left - 1) {
-        const int m = __ffs(int(left)) - 1, to = __shfl_sync(~0u, end, m);
-        for (int tile = __shfl_sync(~0u, mine, m) + kFirst + lane; tile < to; tile += 32) span[tile] = n - lane + m;
+        if (mine + tile < end) write(mine + tile, first + int(threadIdx.x));
+    // All threads of the block make the same passes through both barriers: none is two ahead of another.
+    __syncthreads(); // the pass before has been read
+    left[threadIdx.x] = make_int2(mine + kFirst, end);
+    __syncthreads();
+    const int2 own = left[lane * kWarps + warp];
+    for (unsigned some = __ballot_sync(~0u, own.x < own.y); some; some &= some - 1) {
+        const int m = __ffs(int(some)) - 1, to = __shfl_sync(~0u, own.y, m);
+        for (int tile = __shfl_sync(~0u, own.x, m) + lane; tile < to; tile += 32)
+            write(tile, first + m * kWarps + warp);
     }
 }
 
@@ -160,6 +169,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) place_sequences(const __grid_constant__ SequenceTiles t) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[2][kThreads / 32];
+    __shared__ int2 left[kThreads];
     if (t.counters && threadIdx.x < 2) t.counters[threadIdx.x] = 0;
     int end_q = 0, end_k = 0; // of the spans before this pass
     for (int64_t first = 0; first < t.batch + 2; first += kThreads) {
@@ -180,9 +190,10 @@ __global__ void __launch_bounds__(kThreads) place_sequences(const __grid_constan
         }
 #pragma unroll
         for (int tiling = 0; tiling < kTilings; ++tiling) {
+            if (!t.span[tiling]) continue;
             const int mine = place.tile[tiling];
             const int end = there ? int(t.first_tile(tiling, n + 1, rows[tiling == kTilesOfKeys].end)) : 0;
-            write_spans(t.span[tiling], int(n), mine, end);
+            write_spans<kThreads>(t.span[tiling], int(first), mine, end, left);
         }
     }
 }

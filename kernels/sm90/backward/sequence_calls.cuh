@@ -18,8 +18,6 @@ struct SequenceMaking {
     bool whole, accumulate;
 };
 
-constexpr int kMakingWarps = 4; // of a block: a span each
-
 __device__ __forceinline__ SequenceCall make_call(const SequenceMaking &p, int n) {
     constexpr int64_t kFar = INT64_C(1) << kBitsInPairs; // as shifted_band_of()
     const SequencePlace place = p.t.places[n];
@@ -53,26 +51,23 @@ __device__ __forceinline__ SequenceCall make_call(const SequenceMaking &p, int n
     return call;
 }
 
-static __global__ void __launch_bounds__(32 * kMakingWarps)
+/* A block a span, a warp a map. */
+static __global__ void __launch_bounds__(32 * kSequenceMaps)
     make_sequence_calls(const __grid_constant__ SequenceMaking p) {
     FA_CHAOS_BEGIN();
     begin_early();
-    __shared__ alignas(128) CUtensorMap scratch[kMakingWarps];
-    const int warp = int(threadIdx.x / 32);
-    const int64_t n = int64_t(blockIdx.x) * kMakingWarps + warp;
-    if (n >= p.t.batch + 2) return;
+    __shared__ alignas(128) CUtensorMap scratch[kSequenceMaps];
+    const int64_t n = blockIdx.x;
+    const int map = int(threadIdx.x / 32);
     const SequenceCall call = make_call(p, int(n));
-    if (threadIdx.x % 32 == 0) p.calls[n] = call;
-    if (call.row_begin >= call.row_end) return; // nobody touches a map
-    for (int map = 0; map < kSequenceMaps; ++map) {
-        const fa_operand &x = p.of[map];
-        if (!x.data) continue;
-        const bool of_keys = map >= kMapOfKeys;
-        const int64_t row = of_keys ? call.first_k + call.key_begin : call.first_q + call.row_begin;
-        const uint32_t rows = of_keys ? call.visible.seq_k : call.row_end - call.row_begin;
-        const char *const from = static_cast<const char *>(x.data) + (call.batch * x.stride[0] + row * x.stride[2]) * 2;
-        make_sequence_map(p.maps + n * kSequenceMaps + map, &scratch[warp], p.origin[map], from, rows);
-    }
+    if (threadIdx.x == 0) p.calls[n] = call;
+    const fa_operand &x = p.of[map];
+    if (call.row_begin >= call.row_end || !x.data) return; // nobody touches the map
+    const bool of_keys = map >= kMapOfKeys;
+    const int64_t row = of_keys ? call.first_k + call.key_begin : call.first_q + call.row_begin;
+    const uint32_t rows = of_keys ? call.visible.seq_k : call.row_end - call.row_begin;
+    const char *const from = static_cast<const char *>(x.data) + (call.batch * x.stride[0] + row * x.stride[2]) * 2;
+    make_sequence_map(p.maps + n * kSequenceMaps + map, &scratch[map], p.origin[map], from, rows);
 }
 
 } // namespace fa::sm90

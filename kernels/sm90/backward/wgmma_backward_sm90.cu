@@ -241,6 +241,7 @@ static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, Bac
                              .whole = backward_kind(f) == kFull,
                              .accumulate = p.accumulate};
     lay_out(making.t, workspace + own.lists_at);
+    making.t.span[kTilesOfRows] = nullptr; // row blocks are found through tiles
     making.t.counters = reinterpret_cast<uint32_t *>(workspace);
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
@@ -265,8 +266,7 @@ static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, Bac
     FA_CHAOS_ARM(launch.stream, launch);
     place_sequences<kPlaceThreads><<<1, kPlaceThreads, 0, stream>>>(making.t);
     FA_CUDA_TRY(launch, cudaGetLastError());
-    FA_TRY(
-        start_early(make_sequence_calls, divide_up(f.batch + 2, kMakingWarps), 32 * kMakingWarps, 0, launch, making));
+    FA_TRY(start_early(make_sequence_calls, f.batch + 2, 32 * kSequenceMaps, 0, launch, making));
     work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = making.whole};
     work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = making.whole};
     if (own.sink_parts) // tiles that are spare leave none
