@@ -1,7 +1,6 @@
 /* Instances of wgmma_backward_sm90: the two kernels of a head_dim, kind and dtype. */
 #include "common/launch.cuh"
 #include "sm90/backward/config.cuh"
-#include "sm90/common/early.cuh"
 
 namespace fa::sm90 {
 namespace {
@@ -9,9 +8,7 @@ namespace {
 template <class C, class Smem, class Params>
 fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
     static_assert(sizeof(Smem) <= 227 * 1024, "shared memory of a block");
-    constexpr int kThreads = 128 * (C::kConsumers + 1);
-    if constexpr (C::kSequences) return start_early(kernel, blocks, kThreads, sizeof(Smem), launch, params);
-    return fa_start(kernel, blocks, kThreads, sizeof(Smem), launch, params);
+    return fa_start(kernel, blocks, 128 * (C::kConsumers + 1), sizeof(Smem), launch, params);
 }
 
 template <class C> fa_code start_queries(const BackwardWork &work, const fa_launch &launch) {

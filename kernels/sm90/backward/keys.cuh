@@ -48,7 +48,7 @@ template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const
 }
 /* One thread, that of the producer. */
 __device__ __forceinline__ void acquire_keys_maps(const SequenceCall &call) {
-    for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV}) use_sequence_map(call.maps + map);
+    for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV}) acquire_sequence_map(call.maps + map);
 }
 
 template <class C> struct KeysSmem {
@@ -159,8 +159,16 @@ __device__ __forceinline__ void keys_consume(const Params &p, KeysSmem<C> &smem,
             float scores[kTileQ / 2], products[kTileQ / 2]; // products: dP
             uint32_t words[kTileQ / 4];                     // P, then dT, rounded: the A operand
             int accumulate = 0;                             // 1 once dk and dv hold something
-            // Whether some key of the warpgroup is hidden from some query of a block.
+            // Whether some key of the warpgroup is hidden from some query of a block. Of a sequence: but for blocks
+            // [plain, plain_end).
+            int plain = 0, plain_end = 0;
+            if constexpr (C::kSequences) {
+                const int first = tile_key + wg * 64;
+                plain = uniform<C>(max(min(first + 64, v.seq_k) - v.upper + kTileQ - 1, 0) / kTileQ);
+                plain_end = uniform<C>(max(max(first, 0) - v.lower + 1, 0) / kTileQ);
+            }
             const auto is_masked = [&](int block) {
+                if constexpr (C::kSequences) return block < plain || block >= plain_end;
                 if constexpr (!C::kMasked) return false;
                 const int first = fresh(tile_key) + wg * 64;
                 return block * kTileQ < min(first + 64, v.seq_k) - v.upper ||
@@ -375,7 +383,6 @@ template <class C, class Params> __device__ __forceinline__ void keys_block(cons
 
     keys_begin<C>(p, smem);
 
-    if constexpr (C::kSequences) begin_early();
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kSequences)

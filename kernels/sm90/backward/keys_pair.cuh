@@ -237,7 +237,6 @@ template <class C, class Params> __device__ __forceinline__ void keys_pair_block
     auto &smem = *reinterpret_cast<KeysSmem<C> *>(raw);
     const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
     keys_begin<C>(p, smem);
-    if constexpr (C::kSequences) begin_early();
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kSequences)

@@ -384,7 +384,6 @@ template <class C, class Params> __device__ __forceinline__ void wide_keys_block
     }
     __syncthreads();
 
-    if constexpr (C::kSequences) begin_early();
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kSequences)

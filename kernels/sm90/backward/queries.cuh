@@ -342,7 +342,6 @@ template <class C, class Params> __device__ __forceinline__ void queries_block(c
     }
     __syncthreads();
 
-    if constexpr (C::kSequences) begin_early();
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kSequences)

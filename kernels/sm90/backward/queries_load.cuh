@@ -97,7 +97,7 @@ __device__ __forceinline__ void queries_produce(const Params &p, QueriesSmem<C> 
         if constexpr (C::kSequences)
             if (is_new_span(smem, tile))
                 for (int map = kMapOfQ; map <= kMapOfValues; ++map)
-                    if (!C::kWide || map != kMapOfOut) use_sequence_map(call.maps + map);
+                    if (!C::kWide || map != kMapOfOut) acquire_sequence_map(call.maps + map);
         auto load_values = [&](int key) {
             uint64_t *full = &smem.v_full[v_ring.stage];
             mbarrier_wait(&smem.v_empty[v_ring.stage], v_ring.parity);

@@ -55,7 +55,6 @@ __device__ __forceinline__ SequenceCall make_call(const SequenceMaking &p, int n
 static __global__ void __launch_bounds__(32 * kSequenceMaps)
     make_sequence_calls(const __grid_constant__ SequenceMaking p) {
     FA_CHAOS_BEGIN();
-    begin_early();
     __shared__ alignas(128) CUtensorMap scratch[kSequenceMaps];
     const int64_t n = blockIdx.x;
     const int map = int(threadIdx.x / 32);

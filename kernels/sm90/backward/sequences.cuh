@@ -11,7 +11,6 @@
 #pragma once
 #include "common/sequence_tiles.cuh"
 #include "sm90/backward/kernel.cuh"
-#include "sm90/common/cluster.cuh" // dependency_wait
 #include "sm90/common/sequence_maps.cuh"
 
 namespace fa::sm90 {
@@ -122,24 +121,10 @@ template <class Smem> __device__ __forceinline__ bool is_new_span(Smem &smem, co
     return is_new;
 }
 
-/* Acquires a map, and asks for it ahead of the copies that wait for room. */
-__device__ __forceinline__ void use_sequence_map(const CUtensorMap *map) {
-    acquire_sequence_map(map);
-    tensor_map_prefetch(map);
-}
-
 /* A map of a tile's operands. */
 template <MapOf kMap, class Params>
 __device__ __forceinline__ const CUtensorMap *map_of(const Params &, const SequenceCall &call) {
     return call.maps + kMap;
-}
-
-/* ---- launch ---- */
-
-/* The kernels of a call over sequences follow one another early: no thread touches global memory before this. */
-__device__ __forceinline__ void begin_early() {
-    dependency_release();
-    dependency_wait();
 }
 
 /* ---- tiles ---- */

@@ -32,7 +32,6 @@
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/host.cuh"
 #include "sm90/backward/sequence_calls.cuh"
-#include "sm90/common/early.cuh"
 #include <algorithm> // min, max
 
 namespace fa::sm90 {
@@ -266,7 +265,7 @@ static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, Bac
     FA_CHAOS_ARM(launch.stream, launch);
     place_sequences<kPlaceThreads><<<1, kPlaceThreads, 0, stream>>>(making.t);
     FA_CUDA_TRY(launch, cudaGetLastError());
-    FA_TRY(start_early(make_sequence_calls, f.batch + 2, 32 * kSequenceMaps, 0, launch, making));
+    FA_TRY(fa_start(make_sequence_calls, f.batch + 2, 32 * kSequenceMaps, 0, launch, making));
     work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = making.whole};
     work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = making.whole};
     if (own.sink_parts) // tiles that are spare leave none
