@@ -254,7 +254,7 @@ def test_mutants(emulated, monkeypatch, mutant):
 # ---- tiles that a block is told ----
 
 TOLD = {
-    "tiles over tiles": ("mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);\n    }\n    smem.tile", "}\n    smem.tile"),
+    "tiles over tiles": ("mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);\n        if (!is_short)", "if (!is_short)"),
     "freed without the producer": ("C::kConsumers * 4 + C::kSequences", "C::kConsumers * 4"),
     "not waited for by the producer": ("told_row(smem, round) >= 0", "smem.tile[round % Smem::kTileStages].row >= 0"),
 }
