@@ -26,7 +26,8 @@ from bench.recording import record, suites
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
 FILES = ("contract/test_contract.py", "contract/test_serving.py", "kernels/test_chaos.py")
-BACKWARD_FILES = ("contract/test_backward.py", "contract/test_backward_numerics.py", "kernels/test_chaos.py")
+BACKWARD_FILES = ("contract/test_backward.py", "contract/test_backward_numerics.py", "contract/test_packed_backward.py",
+                  "contract/test_packed_backward_bits.py", "kernels/test_chaos.py")  # fmt: skip
 OWN_FILE = "kernels/test_{kernel}.py"  # of a kernel that has tests of its own
 
 

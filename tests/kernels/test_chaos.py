@@ -1,7 +1,8 @@
 """Shapes where warps of one kernel run far apart, called again and again: the same bits, judged once.
 
 They are the ones where a warpgroup of a specialised kernel skips key blocks: rows past seq_q, tiles of one block that a
-warpgroup does not see, more tiles than multiprocessors so that barriers are used again. On an idle GPU they pass with a
+warpgroup does not see, more tiles than multiprocessors so that barriers are used again. Of sequences: short and long ones in
+turn, so that a block's next tile is told while it works on one block or on many, and such without keys. On an idle GPU they pass with a
 wrong protocol too; `python -m bench chaos` runs them in a chaos build, `python -m bench soak` beside other work.
 """
 
@@ -67,6 +68,27 @@ GRADIENTS = [
 ]
 
 
+def sequences(n_q, n_k, heads, heads_kv, head_dim, dtype="bfloat16", **options):
+    common = {"k": "packed", "causal": "bottom_right", "operation": "backward", "dlse": True}
+    return Case.sequences(n_q, n_k, heads, heads_kv, head_dim, options.pop("head_dim_v", None), dtype, **common | options)
+
+
+#: Beside the ends of tiles, among them a sequence without queries and one of several blocks; some 30 tiles a head.
+LENGTHS = (1, 63, 700, 64, 65, 0, 127, 128, 300, 129) * 2
+SEQUENCES = [
+    sequences(LENGTHS, LENGTHS[::-1], 18, 9, 64),
+    sequences(LENGTHS, LENGTHS, 6, 6, 128),
+    sequences(LENGTHS, LENGTHS[3:] + LENGTHS[:3], 6, 2, 128, "float16", causal=False, window=(130, 40), softcap=20.0),
+    sequences((64,) * 50, (64,) * 50, 6, 6, 128),
+    sequences((129,) * 60, (0, 129) * 30, 6, 6, 64, "float16", causal=False),
+    sequences(LENGTHS, LENGTHS, 6, 3, 256),
+    sequences(LENGTHS[:10], LENGTHS[9::-1], 8, 8, 256, q="padded", k="padded", layout="bhsd", causal="top_left", softcap=30.0),
+    sequences(LENGTHS, LENGTHS, 6, 6, 192, head_dim_v=128),
+    sequences(LENGTHS, LENGTHS, 6, 6, 96, sinks=True),
+    sequences(LENGTHS, LENGTHS, 6, 6, 64, dropout=(0.1, 3)),
+]
+
+
 @pytest.fixture(params=[name for name in gradients.KERNELS if runner.device_of(name) == "cuda"])
 def kernel(request):
     return request.param
@@ -74,12 +96,14 @@ def kernel(request):
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+@pytest.mark.parametrize("case", [*GRADIENTS, *SEQUENCES], ids=str)
 def test_gradients_of_warps_far_apart(kernel, case):
+    if case.lengths and not gradients.takes_sequences(kernel, case.changed(deterministic=kernel not in gradients.UNORDERED)):
+        pytest.skip(f"{kernel} does not take it")
     problem = gradients.make(case)
     if kernel in gradients.UNORDERED:
         for _ in range(REPEATS):
-            report = gradients.verdict(kernel, problem)
+            report = gradients.verdict(kernel, problem, deterministic=False)
             assert report, report
     try:
         first = gradients.run(kernel, problem, deterministic=True)
