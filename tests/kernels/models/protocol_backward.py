@@ -8,7 +8,7 @@ Every warp frees stages for itself, so that nothing rests on what wgmma does for
 that assumption too.
 
 Over sequences (`told`) a thread of its own tells tiles, through a ring of two: it takes a unit of the list, and the next
-one once the stage for it is free. A unit that is SPARE it passes over. The producer is then among those that wait for
+one once the stage for it is free, or before where the tile is `short`. A unit that is SPARE it passes over. The producer is then among those that wait for
 tile_full and free the tile; all of them read the tile's call to their ends.
 """
 
@@ -59,6 +59,7 @@ class Backward:
     mistakes: frozenset[str] = frozenset()
     data: bool = True  # whether what the buffers hold is followed too
     told: bool = False  # over sequences
+    short: frozenset[int] = frozenset()  # numbers of tiles
 
     @property
     def tiles(self) -> list:
@@ -140,20 +141,24 @@ class _Machine:
         ring.advance()
 
     def tell_tiles(self) -> None:
-        """tell_tiles(). That a unit is taken begins the fill of its stage: who takes it early keeps it from other CTAs."""
-        early, begins = "taken early" in self.shape.mistakes, None
-        for unit in (*self.shape.units, None):
-            taken = self.teller.step("take a unit")
+        """tell_tiles(). Behind a tile that is not short the fill of a stage begins where the unit is taken, since who takes one
+        early keeps it from other CTAs."""
+        shape, taken, begins = self.shape, self.teller.step("take the first unit"), None
+        for unit in (*shape.units, None):
             begins = begins or taken
             if unit == SPARE:
+                taken = self.teller.step("take the unit behind a spare one")
                 continue
-            if early:
-                self.wait_for_stage()
-            self.teller.step(f"tile {self.tile_ring.use}: write")
-            self.tell(begins)
-            begins = None
-            if not early and unit is not None:
-                self.wait_for_stage()
+            number, writes = self.tile_ring.use, self.teller.step(f"tile {self.tile_ring.use}: write")
+            self.tell(begins if number - 1 not in shape.short else writes)
+            if unit is None:
+                return
+            early = number in shape.short or "taken early" in shape.mistakes
+            for what in ("take", "wait") if early else ("wait", "take"):
+                if what == "take":
+                    begins = self.teller.step(f"take the unit behind tile {number}")
+                else:
+                    self.wait_for_stage()
 
     def produce(self, body) -> None:
         """produce_tiles(): body(tile, at, announce_next) for each."""

@@ -26,7 +26,9 @@ def units(name: str, word: str) -> tuple:
 
 
 def told(name: str, units: tuple, **options) -> Backward:
-    return Backward(units, stages=3 if name == "wide" else 2, value_stages=options.pop("value_stages", 0), told=True, **options)
+    """Each third tile is not short."""
+    options = {"short": frozenset(n for n in range(len(units)) if n % 3), "stages": 3 if name == "wide" else 2} | options
+    return Backward(units, told=True, **options)
 
 
 @pytest.fixture(params=MODELS)
