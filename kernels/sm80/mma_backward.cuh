@@ -18,7 +18,8 @@
  * and all pass the same ones, so that none waits for one that is two ahead. */
 #pragma once
 
-#include <math.h> // INFINITY
+#include <math.h>   // INFINITY
+#include <stdint.h> // INT32_MAX, INT32_MIN
 
 #include "common/chaos.cuh"             // FA_CHAOS_BEGIN
 #include "common/convert.cuh"           // write_gradient
@@ -249,6 +250,42 @@ __device__ __forceinline__ void write_own(const BackwardArgs &args, const Backwa
     }
 }
 
+/* The ids of segments of a warp's own rows lie between two. Of arguments without segments everything meets. */
+template <class C> struct OwnIds {
+    static constexpr bool kKnown = C::kSequences && C::kExtended;
+    using Entry = BackwardEntry<C::kSequences>;
+    static_assert(!kKnown || (32 % C::kWarpRows == 0 && 32 % C::kStep == 0), "a lane holds a row");
+    int low = INT32_MIN, high = INT32_MAX;
+
+    /* The id of row `row`, of queries or of keys; `there`: it is in the arrays. */
+    __device__ __forceinline__ static bool id_of(const BackwardArgs &args, const Entry &entry, bool query, int row,
+                                                 int &id) {
+        const Segments segments = segments_in<Entry>(args);
+        if (query ? row >= entry.seq_q(args) : !is_key(args, entry, row)) return false;
+        id = query ? segments.of_query(entry.batch, row) : segments.of_key(entry.batch, row);
+        return true;
+    }
+    __device__ __forceinline__ OwnIds(const BackwardArgs &args, const Entry &entry, int warp_own) {
+        if constexpr (kKnown) {
+            if (!segments_in<Entry>(args).q) return;
+            int id = 0;
+            const bool there = id_of(args, entry, C::kQueries, warp_own + threadIdx.x % C::kWarpRows, id);
+            low = __reduce_min_sync(~0u, there ? id : INT32_MAX), high = __reduce_max_sync(~0u, there ? id : INT32_MIN);
+        }
+    }
+    /* Whether some of a step's other rows may be seen. By a warp. */
+    __device__ __forceinline__ bool meet(const BackwardArgs &args, const Entry &entry, int other) const {
+        if constexpr (kKnown) {
+            if (!segments_in<Entry>(args).q) return true;
+            int id = 0;
+            const bool there = id_of(args, entry, !C::kQueries, other + threadIdx.x % C::kStep, id);
+            return __any_sync(~0u, there && id >= low && id <= high);
+        } else {
+            return true;
+        }
+    }
+};
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     backward_kernel(const __grid_constant__ ArgsOf<C::kSequences> args) {
@@ -290,12 +327,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
     if constexpr (C::kExtended) // for this thread's first barrier to publish
         if (threadIdx.x == 0 && args.dropout.threshold) dropout = fa_dropout_read(&args.dropout);
+    const OwnIds<C> ids(args, entry, warp_own);
     BackwardWarp<C> mine;
-    if constexpr (C::kQueries) { // for this thread's first barrier to publish
+    if constexpr (C::kQueries) // for this thread's first barrier to publish
         for (int n = threadIdx.x; n < C::kOwn; n += C::kThreads)
             store_row(stage_rows + n * 8, args.rows + entry.rows_at(args, first_local), own + n,
                       (C::kSequences ? entry.seq_q(args) : dense_q));
-    }
 
     int head = tile_begin < tile_end ? 0 : heads, tile = tile_begin, stage = 0;
     if (head < heads) {
@@ -320,7 +357,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
                                       ? sight_of<C::kQueries>(entry.visible(args), again(warp_own), C::kWarpRows,
                                                               (C::kSequences ? entry.seq_q(args) : dense_q))
                                       : kept;
-            if (!of_warp.some.meets(other, C::kStep)) continue;
+            if (!of_warp.some.meets(other, C::kStep) || !ids.meet(args, entry, other)) continue;
             const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, entry.batch, first_head + of};
             mine.step(args, entry, dropout, place, !of_warp.all.holds(other, C::kStep),
                       own_s + warp * C::kWarpRows * C::kRowBytes, own_p + warp * C::kWarpRows * C::kRowBytes,

@@ -98,6 +98,12 @@ template <class C> struct ServeUnit {
         });
     }
 
+    /* Whether some key of a tile has a place: with segments whole tiles may have none, and change nothing. */
+    __device__ __forceinline__ bool some_held(int at) const {
+        if (!C::kDressed || !args.segments.q) return true;
+        return C::kTileN == 64 ? shared.held[at][0] | shared.held[at][C::kTileN / 32 - 1] : shared.held[at][0];
+    }
+
     /* Products to weights, of the tile whose keys begin at `key`. */
     __device__ __forceinline__ void weigh(ServeRows<C> &rows, typename ServeRows<C>::Tile &s, const WarpSight &sight,
                                           int warp_row, int key, int at) const {
@@ -176,7 +182,7 @@ template <class C> struct ServeUnit {
             cp_async_commit();
             lookup.find(args, job, shared, tile + 2, tile + 2 < tile_end);
             const int key = tile * C::kTileN;
-            if (sight.meets(key, C::kTileN)) {
+            if (sight.meets(key, C::kTileN) && some_held(at)) {
                 typename ServeRows<C>::Tile s;
                 rows.multiply_keys(s, typename ServeRows<C>::KeysAddress(keys_at(stage), lane));
                 weigh(rows, s, sight, warp_row, key, at);
@@ -204,6 +210,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
         if (!job.may_exist(args)) continue; // the same in all threads
         if (threadIdx.x == 0) shared.job = job;
         place_rows(args, job, shared);
+        if constexpr (C::kDressed)
+            if (args.segments.q) place_ids(args, job, shared);
         const ServeUnit<C> unit(args, shared.job, shared, shared_address(memory));
         if (unit.exists()) unit.run();
         __syncthreads(); // all threads are done with the shared memory

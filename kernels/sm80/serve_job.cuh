@@ -96,6 +96,7 @@ template <class C> struct ServeShared {
     fa_span keys; // that some row sees
     Job job;
     fa_dropout dropout; // as it was when the block began; of dressed instances
+    int32_t low, high;  // ids of segments that some row has lie between; of dressed instances
 };
 template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
 
@@ -122,6 +123,17 @@ __device__ __forceinline__ void place_rows(const ServeArgs &args, const Job &job
     low = join_block(low, shared.joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
     high = join_block(high, shared.joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
     if (threadIdx.x == 0) shared.keys = low < high ? fa_span{low, high} : fa_span{0, 0};
+    __syncthreads();
+}
+
+/* Fills the bounds of the rows' ids. By the block. */
+template <class Shared>
+__device__ __forceinline__ void place_ids(const ServeArgs &args, const Job &job, Shared &shared) {
+    int64_t low = INT32_MAX, high = INT32_MIN;
+    if (int(threadIdx.x) < job.count) low = high = args.segments.of_query(job.batch, job.at(args, threadIdx.x).query);
+    low = join_block(low, shared.joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    high = join_block(high, shared.joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    if (threadIdx.x == 0) shared.low = int32_t(low), shared.high = int32_t(high);
     __syncthreads();
 }
 
@@ -196,6 +208,11 @@ template <class C> struct KeyLookup {
         mine = {kNowhere, kNowhere};
         if (exists && threadIdx.x < C::kTileN)
             mine = find_key(args, job, shared, int64_t(tile) * C::kTileN + threadIdx.x, job.packed_head == 0);
+        if constexpr (C::kDressed)
+            if (args.segments.q && mine.k != kNowhere) { // keys of ids that no row has are not read
+                const int32_t id = args.segments.of_key(job.batch, int64_t(tile) * C::kTileN + threadIdx.x);
+                if (id < shared.low || id > shared.high) mine = {kNowhere, kNowhere};
+            }
     }
     /* Whole warps. */
     __device__ __forceinline__ void store(ServeShared<C> &shared, int at) const {

@@ -28,8 +28,9 @@ def width(kernel):
     return np.dtype(np.float16 if "mma" in kernel else np.float32)
 
 
-def drawn(name, queries, keys, dim=16, dim_v=None, dtype=np.float32, seed=0):
-    """The arguments of a call with ids in no order, the same arguments but a mask that says what they say."""
+def drawn(name, queries, keys, dim=16, dim_v=None, dtype=np.float32, seed=0, ordered=False):
+    """The arguments of a call with ids in no order, or (``ordered``) of documents one behind the other, and the same arguments but a
+    mask that says what they say."""
     rng = np.random.default_rng([seed, queries, keys, dim])
     shapes = {"q": (HEADS, queries, dim), "k": (HEADS_KV, keys, dim), "v": (HEADS_KV, keys, dim_v or dim)}
     given = {x: rng.standard_normal((BATCH, *shape)).astype(dtype) for x, shape in shapes.items()}
@@ -37,6 +38,8 @@ def drawn(name, queries, keys, dim=16, dim_v=None, dtype=np.float32, seed=0):
     names = np.array([-(2**31), -1, 0, 2**31 - 1], np.int32)
     q_ids, k_ids = (names[rng.integers(0, 4, (BATCH, n))] for n in (queries, keys))
     q_ids[:, -1] = 12345  # a document without keys
+    if ordered:  # so that whole tiles see nothing of each other
+        q_ids, k_ids = (np.sort(rng.integers(-5, 5, (BATCH, n)).astype(np.int32), axis=1) for n in (queries, keys))
     same = q_ids[:, None, :, None] == k_ids[:, None, None, :]
     masked = given | {"mask": same & given["mask"] if "mask" in given else same}
     if not {"seqlens_q", "k_range", "positions"} & set(given):
@@ -49,17 +52,17 @@ def same_bits(found, wanted):
         np.testing.assert_array_equal(runner.bits(runner.to_host(x)), runner.bits(runner.to_host(y)))
 
 
-def forward(kernel, name, queries, keys, dim):
+def forward(kernel, name, queries, keys, dim, **more):
     """Judged by float64, and the bits of a mask of all pairs."""
-    given, masked = drawn(name, queries, keys, dim, dtype=width(kernel))
+    given, masked = drawn(name, queries, keys, dim, dtype=width(kernel), **more)
     report = fa_ext.verify(**runner.on(kernel, given), kernel=kernel)
     assert report, report
     same_bits(runner.attention(kernel, **given, return_lse=True), runner.attention(kernel, **masked, return_lse=True))
 
 
-def backward(kernel, name, queries, keys, dim):
+def backward(kernel, name, queries, keys, dim, **more):
     """The same of gradients."""
-    given, masked = drawn(name, queries, keys, dim, dtype=width(kernel))
+    given, masked = drawn(name, queries, keys, dim, dtype=width(kernel), **more)
     out, lse = fa_ext.reference.attention(**given)
     rng = np.random.default_rng(1)
     made = {"dout": rng.standard_normal(out.shape).astype(given["q"].dtype), "dlse": rng.standard_normal(lse.shape).astype(np.float32)}

@@ -42,6 +42,17 @@ def test_gradients_against_float64_and_a_mask(taking_backward, name, queries, ke
     segments.backward(taking_backward, name, queries, keys, dim)
 
 
+@pytest.mark.parametrize("name", ("none", "causal", "window, bias", "dropout", "lengths"))
+def test_documents_in_order(taking, name):
+    """Tiles of documents that do not meet are left out, and no bit shows it."""
+    segments.forward(taking, name, 300, 420, 40, ordered=True)
+
+
+@pytest.mark.parametrize("name", ("none", "causal", "window, bias", "dropout", "lengths"))
+def test_gradients_of_documents_in_order(taking_backward, name):
+    segments.backward(taking_backward, name, 300, 420, 40, ordered=True)
+
+
 def test_random_calls(taking):
     wrong = segments.failures(taking, serving_cases.random_segments(25, 5))
     assert not wrong, "\n".join(wrong[:3])

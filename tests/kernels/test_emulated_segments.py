@@ -61,6 +61,12 @@ def test_backward(emulated, seed, kernel, name):
         segments.backward(emulated(kernel), name, *size)
 
 
+@pytest.mark.parametrize("name", ("none", "causal", "window, bias", "dropout", "lengths"))
+@pytest.mark.parametrize("kernel", (*FORWARD, *BACKWARD))
+def test_documents_in_order(emulated, kernel, name):
+    (segments.backward if kernel in BACKWARD else segments.forward)(emulated(kernel), name, 200, 290, 40, ordered=True)
+
+
 @pytest.mark.parametrize("kernel", (*FORWARD, *BACKWARD))
 def test_random_calls(emulated, kernel):
     cases = [case.changed(head_dim=48, head_dim_v=48) for case in serving_cases.random_segments(20, 9, kernel in BACKWARD, longest=90)]
