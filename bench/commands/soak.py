@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import arguments, machine, problems, report
 from bench.implementations import implementation
-from bench.load.streams import LOADS
+from bench.load.streams import LOADS, OPERATIONS
 from bench.load.watchdog import Watchdog
 from bench.machine import device as devices
 from bench.trial import isolation
@@ -60,6 +60,16 @@ SEQUENCES = (
     "B16,H32/8,S1x2048*12+1*3+1x8000,D128,bfloat16,q=one,k=paged,slack=0",
     "B8,H16/2,S1x3000,D64,float16,q=one,k=paged,page_size=3,slack=0,window=999:none",
     "B6,H8/4,S4x1500,D128,bfloat16,q=padded,k=paged,page_size=32,slack=0,causal=bottom_right",
+)
+# Of the backward pass alone: sequences beside the ends of tiles among longer ones, such of one tile each, and such without keys.
+GRADIENTS = (
+    "B12,H8/4,S1+63+700+64+65+127+128+300+129+1+1024+2,D128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right,operation=backward",
+    "B12,H8,S1x700+63x2+700x65+64+65+127x300+128x1+300x129+129+1+900+2,D64,float16,q=packed,k=packed,slack=0,operation=backward",
+    "B64,H8,S64,D128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right,operation=backward",
+    "B6,H4/2,S700+1+128+513+65+64,D256,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right,operation=backward",
+    "B6,H4,S700+1+128+513+65+64,D192/128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right,operation=backward",
+    "B8,H4,S129x0+129+129x0+500x0+129+64+1+65,D64,bfloat16,q=packed,k=packed,slack=0,window=100:30,operation=backward",
+    "B5,H8/2,S330+1+128+64+200,D96,bfloat16,q=padded,k=padded,layout=bhsd,slack=0,causal=top_left,sinks=True,operation=backward",
 )
 HANG_KERNEL = "^wgmma_sm90$"
 HANG_LOADS = ("copies", "elementwise")
@@ -112,8 +122,8 @@ def collect(
     threads: int | None = None, quiet: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The document of the command; UsageError where it cannot run."""
-    given = lines or (HANG if preset else (*CASES, *SEQUENCES))
-    cases = {str(case): case.operation for case in (problems.parse(line, ("attention", "serving")) for line in given)}
+    given = lines or (HANG if preset else (*CASES, *SEQUENCES, *GRADIENTS))
+    cases = {str(case): case.operation for case in (problems.parse(line, OPERATIONS) for line in given)}
     require_device()
     kernels = chosen_kernels(kernel if kernel is not None else HANG_KERNEL if preset else "")
     minutes = minutes or (1.0 if preset else 5.0)
@@ -134,9 +144,9 @@ def collect(
 
 
 def taken_by(kernel: str, cases: dict[str, str]) -> list[str]:
-    """The lines that the kernel may take; the backward pass has no sequences."""
-    sequences = implementation.table_of(kernel) == "attention"
-    return [case for case, operation in cases.items() if sequences or operation == "attention"]
+    """The lines that the kernel may take: a dense one is of both passes."""
+    of = "serving" if implementation.table_of(kernel) == "attention" else "backward"
+    return [case for case, operation in cases.items() if operation in ("attention", of)]
 
 
 def require_device() -> None:

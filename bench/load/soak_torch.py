@@ -12,10 +12,11 @@ import fa_ext
 from bench import report
 from bench.machine import device as devices
 from bench.problems import Case
+from bench.problems.gradients import OF_THE_CALL
 from bench.problems.memory import ALIGNMENT
 from bench.problems.operands import Operands
 from bench.problems.operations import operands_of
-from bench.problems.sequences import result_shapes
+from bench.problems.sequences import operand_shapes, result_shapes
 
 GIB = 1 << 30
 # Of the device's memory: what must be free, and what torch may take of it. The rest is CUDA's and the kernels' workspaces.
@@ -196,18 +197,21 @@ class Torch:
 
 
 class Backward(Torch):
-    """GPU 0, calls of the backward pass: dq, dk and dv of what a forward call has left."""
+    """GPU 0, calls of the backward pass: dq, dk and dv of what a forward call has left, of sequences too."""
 
     any_order = False  #: dq is added up in any order
 
     def problem(self, case: Case) -> tuple[Operands, dict[str, Any]]:
         operands, arguments = super().problem(case)
+        if case.operation == "backward":
+            return operands, {name: x for name, x in arguments.items() if name not in OF_THE_CALL}
         out, lse = fa_ext.attention(**arguments, return_lse=True)
         dout = self.torch.randn_like(out)
         return operands, arguments | {"dout": dout, "out": out, "lse": lse}
 
     def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
-        return [(shape, getattr(self.torch, case.dtype)) for shape in (case.q_shape, case.k_shape, case.v_shape)]
+        shapes = operand_shapes(case) if case.lengths else {"q": case.q_shape, "k": case.k_shape, "v": case.v_shape}
+        return [(shapes[name], getattr(self.torch, case.dtype)) for name in "qkv"]
 
     def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
         """[dq, dk, dv] in `space`."""

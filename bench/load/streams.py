@@ -28,6 +28,8 @@ GRAPH_CALLS = 5
 GRAPHS = 6
 # The device's memory is read the first time after this share of the time, or these seconds: pools are filled by then.
 WARM_SHARE, WARM_MOST = 0.2, 5.0
+# Of the problems. A kernel of the backward pass takes those of attention too.
+OPERATIONS = ("attention", "serving", "backward")
 LOADS = ("copies", "elementwise", "products", "allocations", "graphs")
 PAUSE = 2e-4
 PULSE = 0.25
@@ -257,7 +259,7 @@ def soak(
     result: dict[str, Any] = {"left_out": {}, "wrong": {}, "loads": {}, "cases": {}}
     for number, line in enumerate(cases):
         tell({"step": f"{line}, alone"})
-        problem, why, wrong = alone(kernel, problems.parse(line, ("attention", "serving")), number % 3 == 1, device, slowest)
+        problem, why, wrong = alone(kernel, problems.parse(line, OPERATIONS), number % 3 == 1, device, slowest)
         if wrong:
             result["wrong"][f"{line}, alone"] = 1
         if problem is None:

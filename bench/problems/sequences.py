@@ -36,11 +36,25 @@ def index_arrays(case: Case) -> list[str]:
 
 def result_shapes(case: Case) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of the output and of the LSE, which has the heads first, or after the batch of padded queries."""
-    batch, longest = len(case.n_q), max(case.n_q, default=0)
-    rows: tuple[int, ...] = {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, longest)}[case.storage.q]
-    lse = (batch, case.heads, longest) if case.storage.q == "padded" else (case.heads, *rows)
-    out = (batch, case.heads, longest) if len(rows) == 2 and case.layout == "bhsd" else (*rows, case.heads)
-    return [((*out, case.head_dim_v), case.dtype), (lse, "float32")]
+    rows = query_rows(case)
+    lse = (rows[0], case.heads, rows[1]) if len(rows) == 2 else (case.heads, *rows)
+    return [(operand_shapes(case)["out"], case.dtype), (lse, "float32")]
+
+
+def query_rows(case: Case) -> tuple[int, ...]:
+    batch = len(case.n_q)
+    return {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, max(case.n_q, default=0))}[case.storage.q]
+
+
+def operand_shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Of q, out, k and v, as the case stores them."""
+    size, rows = case.storage.page_size, query_rows(case)
+    keys = {"packed": lambda: (sum(case.n_k),), "padded": lambda: (len(case.n_k), max(case.n_k, default=0)),
+            "paged": lambda: (sum(-(-n // size) for n in case.n_k), size)}[case.storage.k]()  # fmt: skip
+    found = {"q": (rows, case.heads, case.head_dim), "out": (rows, case.heads, case.head_dim_v),
+             "k": (keys, case.heads_kv, case.head_dim), "v": (keys, case.heads_kv, case.head_dim_v)}  # fmt: skip
+    return {name: (outer[0], heads, outer[1], dim) if len(outer) == 2 and case.layout == "bhsd" else (*outer, heads, dim)
+            for name, (outer, heads, dim) in found.items()}  # fmt: skip
 
 
 class Sequences(Operands):
@@ -52,19 +66,11 @@ class Sequences(Operands):
         case, rng = self.case, np.random.default_rng([self.case.seed, 17])
         small: dict[str, np.ndarray] = stored.extras(case)
         n_q, n_k = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32)
-        rows: tuple[int, ...] = (len(n_q),) if case.storage.q == "one" else (len(n_q), int(n_q.max(initial=0)))
-        if case.storage.q == "packed":
-            rows = (int(n_q.sum()),)
-        keys = {"packed": (int(n_k.sum()),), "padded": (len(n_k), int(n_k.max(initial=0))),
-                "paged": (int((-(-n_k // case.storage.page_size)).sum()), case.storage.page_size)}[case.storage.k]  # fmt: skip
         made = {"cu_seqlens_q": lambda: starts(n_q), "seqlens_q": lambda: n_q, "cu_seqlens_k": lambda: starts(n_k), "seqlens_k": lambda: n_k,
                 "page_table": lambda: table_of(n_k, case.storage.page_size, rng)}  # fmt: skip
         small |= {name: made[name]() for name in index_arrays(case)}
-        shapes = {"q": (rows, case.heads, case.head_dim), "out": (rows, case.heads, case.head_dim_v),
-                  "k": (keys, case.heads_kv, case.head_dim), "v": (keys, case.heads_kv, case.head_dim_v)}  # fmt: skip
-        for i, (name, (outer, heads, dim)) in enumerate(shapes.items()):
-            heads_first = len(outer) == 2 and case.layout == "bhsd"
-            self._new(name, (outer[0], heads, outer[1], dim) if heads_first else (*outer, heads, dim), case.dtype, guard_byte)
+        for i, (name, shape) in enumerate(operand_shapes(case).items()):
+            self._new(name, shape, case.dtype, guard_byte)
             if name != "out":
                 fill_normal(self.blocks[name].inside, case.dtype, self.device, case.seed * 4 + 200 + i)
         for name, array in small.items():

@@ -105,6 +105,32 @@ def test_the_cases_are_those_known_to_be_hard():
     assert max(case.bytes() for case in parsed) < 300e6 and sum(case.bytes() for case in parsed) < 2.5e9
 
 
+def test_each_pass_takes_its_sequences(device):
+    of = {str(case): case.operation for case in (problems.parse(line, streams.OPERATIONS) for line in (*soak.SEQUENCES, *soak.GRADIENTS, SMALL))}
+    assert list(of) == [*soak.SEQUENCES, *soak.GRADIENTS, SMALL]
+    assert soak.taken_by("simt", of) == [*soak.SEQUENCES, SMALL]
+    assert soak.taken_by("cpu_ref_backward", of) == [*soak.GRADIENTS, SMALL]
+
+
+@pytest.mark.parametrize("line", [soak.GRADIENTS[0], *soak.GRADIENTS[4:]])
+def test_gradients_of_sequences_have_the_shapes_of_their_space(line):
+    """The backend of a GPU on the CPU."""
+    torch = pytest.importorskip("torch")
+    from bench.load.soak_torch import Backward
+    from bench.machine.device import open_device
+
+    backend, case = object.__new__(Backward), problems.parse(line, streams.OPERATIONS)
+    backend.torch, backend.device, backend.any_order = torch, open_device("cpu"), False
+    problem = backend.problem(case)
+    first = backend.attend("cpu_simd_backward", problem, None, False)
+    outputs = backend.outputs(case, False, torch.empty(backend.bytes_of(case), dtype=torch.uint8))
+    backend.poison(outputs)
+    again = backend.attend("cpu_simd_backward", problem, outputs, False)
+    assert [(tuple(x.shape), x.dtype) for x in first] == backend.results(case)
+    assert all(x is y for x, y in zip(again, outputs, strict=True)) and all(map(torch.equal, first, again))
+    assert backend.written(again) and not backend.damage(problem)
+
+
 @pytest.fixture
 def plan(monkeypatch, device):
     """The parts that would be run, each answered by `answers` in turn (sound without)."""
