@@ -28,18 +28,25 @@ pytestmark = pytest.mark.skipif(
 KERNELS = {
     "mma_backward_sm80": dict(instances="^(sequences_)?d64$"),
     "wgmma_backward_sm90": dict(instances="^(sequences_)?d64_[a-z]+_f16$"),
+    "wgmma_fused_backward_sm90": dict(instances="^(sequences_(ordered_)?|ordered_)d64_(full|masked)_f16$"),
 }
 ALONE = {
     "mma_backward_sm80": dict(instances="^sequences_d64$"),
     "wgmma_backward_sm90": dict(instances="^sequences_d64_masked_f16$"),
+    "wgmma_fused_backward_sm90": dict(instances="^sequences_ordered_d64_masked_f16$"),
 }
 #: The workspace that there is: what to replace, and by what.
 SHORT = {
     "mma_backward_sm80": ("double(device->workspace_limit)", "11000.0"),
     "wgmma_backward_sm90": ("std::min<size_t>(device->workspace_limit,", "std::min<size_t>(14000,"),
+    "wgmma_fused_backward_sm90": ("std::min<size_t>(device->workspace_limit,", "std::min<size_t>(400000,"),
 }
 #: Options that a kernel does not take, as a case has them.
-REFUSED = {"mma_backward_sm80": {}, "wgmma_backward_sm90": {"alibi": None, "dropout": None}}
+REFUSED = {
+    "mma_backward_sm80": {},
+    "wgmma_backward_sm90": {"alibi": None, "dropout": None},
+    "wgmma_fused_backward_sm90": {"alibi": None, "dropout": None, "softcap": 0.0},
+}
 WRT = ("q", "k", "v")
 BACKWARD = {"operation": "backward", "dlse": True, "dtype": "float16", "head_dim": 64}
 
@@ -78,7 +85,7 @@ def sequences(n_q, n_k, heads=2, heads_kv=1, **options) -> Case:
 def fitted(case, kernel):
     """The case as a kernel with 16-bit types of head_dim 33 to 64 and no positions takes it."""
     case = taken(case, kernel).changed(positions=None)
-    if kernel == "wgmma_backward_sm90":
+    if kernel.startswith("wgmma"):
         columns = max(40, min(case.head_dim // 8 * 8, 64))
         return case.changed(dtype="float16", head_dim=columns, head_dim_v=columns)
     dtype = case.dtype if case.dtype in ("float16", "bfloat16") else "float16"
@@ -232,6 +239,8 @@ MUTANTS = {
     "maps that are not acquired": ("wgmma_backward_sm90", "for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK, kMapOfTileV})",
                                    "for (const int map : {kMapOfQ, kMapOfDout, kMapOfTileK})", 2),
     "row blocks of the sequence before": ("wgmma_backward_sm90", "call.row_block = place.tile[kTilesOfRows];", "call.row_block = 0;", 1),
+    "LSE to the row blocks of the sequence before": ("wgmma_fused_backward_sm90", "first_row_block(call) + row / TileQ", "row / TileQ", 2),
+    "queries of no sequence as they were": ("wgmma_fused_backward_sm90", "p.accumulate ? place.seq_q : place.rows_q", "place.seq_q", 1),
 }  # fmt: skip
 
 
@@ -254,12 +263,12 @@ def test_mutants(emulated, monkeypatch, mutant):
 # ---- tiles that a block is told ----
 
 TOLD = {
-    "tiles over tiles": ("mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);\n        if (!is_short)", "if (!is_short)"),
+    "tiles over tiles": ("mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);\n            if (!is_short)", "if (!is_short)"),
     "freed without the producer": ("C::kConsumers * 4 + C::kSequences", "C::kConsumers * 4"),
     "not waited for by the producer": ("told_row(smem, round) >= 0", "smem.tile[round % Smem::kTileStages].row >= 0"),
 }
 #: Sections of two heads, which without this such short sequences have not.
-SECTIONS = {"section_heads(keys * p.key_row_bytes, group)": "2", "section_heads(group * place.seq_q * p.query_row_bytes, 1)": "2"}
+SECTIONS = {"section_heads(call.visible.seq_k * row_bytes, group)": "2", "section_heads(group * call.seq_q * row_bytes, 1)": "2"}
 FIRST = {"int(section * width + rest - step * here)": "int(rest - step * here)"}  # the heads of the first section again
 
 

@@ -115,6 +115,40 @@ def test_one_order(emulated, monkeypatch, case):
         assert not differ(in_order(kernel, problem, monkeypatch, run), first), run
 
 
+#: Sequences without keys or queries, of one tile of keys and of many; what nobody sees at both ends of one.
+LENGTHS = dict(n_q=(300, 0, 1, 140, 257, 3), n_k=(520, 3, 260, 0, 129, 1), head_dim=64, dtype="bfloat16", operation="backward", dlse=True)
+SEQUENCES = [
+    Case.sequences(**LENGTHS, heads=2, heads_kv=1, k="packed", causal="bottom_right", sinks=True),
+    Case.sequences(**LENGTHS, heads=2, heads_kv=2, k="packed"),
+    Case.sequences(**LENGTHS, heads=2, heads_kv=2, q="padded", k="padded", layout="bhsd", causal="top_left", k_range=True),
+    Case.sequences(**LENGTHS, heads=1, heads_kv=1, k="packed", window=(70, 40), accumulate=True),
+]
+
+
+@on_emulator
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_one_order_of_sequences(emulated, monkeypatch, case):
+    """Blocks that run at a time wait for the turns of a sequence."""
+    kernel, problem = emulated(), gradients.make(case)
+    first = in_order(kernel, problem, monkeypatch, RUNS[0])
+    report = gradients.judged(kernel, problem, first)
+    assert report, report
+    for run in RUNS[1:]:
+        assert not differ(in_order(kernel, problem, monkeypatch, run), first), run
+
+
+@on_emulator
+@pytest.mark.parametrize("head_dim", [64, 104])
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_sequences_in_any_order(emulated, monkeypatch, case, head_dim):
+    for seed, blocks, together in RUNS[1:4]:
+        for name, value in (("SEED", seed), ("SMS", blocks), ("TOGETHER", together)):
+            monkeypatch.setenv(f"FA_EMULATOR_{name}", str(value))
+        problem = gradients.make(case.changed(head_dim=head_dim, head_dim_v=head_dim, deterministic=False))
+        report = verdict(emulated(), problem)
+        assert report, report
+
+
 @on_emulator
 @pytest.mark.parametrize("tag, old, new", [
     ("does not wait", "if (!first) wait_turn(p.turns + block, turn);", ""),

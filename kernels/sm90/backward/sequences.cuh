@@ -1,13 +1,13 @@
 /* Calls over sequences. A sequence is a dense problem of its own: it has the numbers that a dense call has (a
  * SequenceCall), and tensor maps that begin and end where its rows do, so that what lies around them is read as zeros
- * and its bits are those of the dense call. calls.cuh makes both in workspace.
+ * and its bits are those of the dense call. sequence_calls.cuh makes both in workspace.
  *
- * The second warp of each block tells it tiles, ahead: a tile takes three reads of memory that depend on one another.
+ * A warp of each block tells it tiles, ahead: a tile takes three reads of memory that depend on one another.
  * Tiles are numbered as place_sequences() has them, times heads; within a sequence the heads go in sections whose
- * streamed operands fit in L2, each section from its longest tile of a causal call to its shortest. A tile that is
- * spare is not told.
+ * streamed operands fit in L2, each section from its longest tile of a causal call to its shortest, or in turns from
+ * the last one of keys to the first. A tile that is spare is not told.
  *
- * Here also what the two kernels ask of a call of either sort. */
+ * Here also what kernels ask of a call of either sort. */
 #pragma once
 #include "common/sequence_tiles.cuh"
 #include "sm90/backward/kernel.cuh"
@@ -15,8 +15,8 @@
 
 namespace fa::sm90 {
 
-/* Tensor maps of a sequence, those of the first kernel before those that the second alone reads. Boxes have 64 rows, of
- * keys and values in the first kernel those of a block. */
+/* Tensor maps of a sequence: of the first kernel before those that the second alone reads; wgmma_fused_backward_sm90
+ * reads kMapOfQ, kMapOfDout and those of tiles of keys. Each kernel has boxes of its own (make_sequences()). */
 enum MapOf { kMapOfQ, kMapOfDout, kMapOfOut, kMapOfKeys, kMapOfValues, kMapOfTileK, kMapOfTileV, kSequenceMaps };
 
 /* A sequence as BackwardCall has a call; then where its rows and tiles are. */
@@ -52,8 +52,12 @@ template <class C> inline constexpr int tile_stages = C::kSequences ? 2 : 4;
 template <bool Sequences, int Stages> struct SequenceCalls {};
 template <int Stages> struct SequenceCalls<true, Stages> {
     SequenceCall of[Stages];
-    int acquired; // the span whose maps the producer has acquired: its own, here since it is short of registers
+    uint64_t wanted; // the next tile, by the producer of a kernel whose tiles are taken late
+    int acquired;    // the span whose maps the producer has acquired: its own, here since it is short of registers
 };
+
+/* Parameters of a kernel over sequences; maps of Base say nothing. */
+template <class Base> struct OfSequences : Base { SequenceList list; };
 
 /* ---- one call, of either sort ---- */
 
@@ -129,13 +133,19 @@ __device__ __forceinline__ const CUtensorMap *map_of(const Params &, const Seque
 
 /* ---- tiles ---- */
 
+/* When a block takes its next tile: as the one before begins, or earlier where tiles are short; where the producer
+ * wants it; or there, the first one from the counter too, and of each head from the last tile to the first. */
+enum Taking { kTakenAhead, kTakenLate, kTakenInTurns };
+
 /* Tells the block its tiles of `Rows` rows. One thread. */
-template <Tiling kTiling, int Rows, class Smem>
+template <Tiling kTiling, int Rows, Taking kTaking = kTakenAhead, class Smem>
 __device__ __forceinline__ void tell_tiles(const SequenceList &list, Smem &smem) {
     constexpr int kShort = 384; // rows that a tile walks over in less time than it takes to tell one
+    constexpr bool kLastFirst = kTiling == kTilesOfQueries || kTaking == kTakenInTurns; // else that is the shortest
     RingState<Smem::kTileStages> ring(1);
-    const auto take = [&] { return gridDim.x + atomicAdd(list.counter, 1); };
-    for (uint32_t unit = blockIdx.x; unit < list.units;) {
+    RingState<1> wanted(0);
+    const auto take = [&] { return (kTaking == kTakenInTurns ? 0 : gridDim.x) + atomicAdd(list.counter, 1); };
+    for (uint32_t unit = kTaking == kTakenInTurns ? take() : blockIdx.x; unit < list.units;) {
         const int span = list.span[unit / list.heads];
         const SequenceCall &of = list.calls[span];
         const uint32_t tiles = of.tiles[kTiling], width = of.section_heads[kTiling];
@@ -146,7 +156,8 @@ __device__ __forceinline__ void tell_tiles(const SequenceList &list, Smem &smem)
         }
         const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
         const uint32_t here = min(width, list.heads - section * width), step = rest / here;
-        const uint32_t tile = kTiling == kTilesOfQueries ? tiles - 1 - step : step; // the longest first
+        const uint32_t tile = kLastFirst ? tiles - 1 - step : step;
+        if constexpr (kTaking != kTakenAhead) mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
         smem.tile[ring.stage] = {int(tile) * Rows, int(section * width + rest - step * here), of.batch, span};
         auto *to = reinterpret_cast<uint4 *>(&smem.calls.of[ring.stage]);
 #pragma unroll 1 // few registers
@@ -154,10 +165,17 @@ __device__ __forceinline__ void tell_tiles(const SequenceList &list, Smem &smem)
         const bool is_short = (kTiling == kTilesOfQueries ? of.seq_k : of.seq_q) <= kShort;
         mbarrier_arrive(&smem.tile_full[ring.stage]);
         ring.advance();
-        if (is_short) unit = take();
-        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
-        if (!is_short) unit = take();
+        if constexpr (kTaking != kTakenAhead) {
+            mbarrier_wait(&smem.calls.wanted, wanted.parity);
+            wanted.advance();
+            unit = take();
+        } else {
+            if (is_short) unit = take();
+            mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+            if (!is_short) unit = take();
+        }
     }
+    if constexpr (kTaking != kTakenAhead) mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
     smem.tile[ring.stage].row = -1;
     mbarrier_arrive(&smem.tile_full[ring.stage]);
 }

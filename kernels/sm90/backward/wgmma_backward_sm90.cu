@@ -53,14 +53,14 @@ static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
 /* The plan's own part. */
 struct BackwardOwn {
-    int instance;                        // of kInstances
-    int64_t pairs;                       // batch entries times kv heads of one launch
-    int64_t query_tiles;                 // a query head
-    int64_t key_tiles;                   // a kv head
-    int64_t row_blocks;                  // a query head; 0: the second kernel is not wanted
-    int64_t sink_parts;                  // a query head; 0: dsinks is not wanted
-    int64_t parts_at, rows_at;           // bytes into the workspace, which begins with two counters
-    int64_t lists_at, calls_at, maps_at; // of sequences
+    int instance;              // of kInstances
+    int64_t pairs;             // batch entries times kv heads of one launch
+    int64_t query_tiles;       // a query head
+    int64_t key_tiles;         // a kv head
+    int64_t row_blocks;        // a query head; 0: the second kernel is not wanted
+    int64_t sink_parts;        // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at; // bytes into the workspace, which begins with two counters
+    SequenceRoom room;         // of sequences
 };
 
 constexpr int64_t kCounterBytes = 256;
@@ -79,9 +79,6 @@ static SequenceTiles tiles_of(const fa_problem *problem, const BackwardOwn &own)
                                     backward_tiling(instance.head_dim, instance.head_dim_v, instance.kind).tile_q});
 }
 
-/* Pairs of all, and what has its own part of dsinks: of sequences, which lie one after another, those of one entry. */
-static int64_t entries_of(const fa_problem *problem) { return problem->sequences.given ? 1 : problem->forward.batch; }
-
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
 static bool backward_sizes(const fa_problem *problem, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
     const fa_backward &p = problem->backward;
@@ -93,22 +90,20 @@ static bool backward_sizes(const fa_problem *problem, const fa_device_info *devi
     own->query_tiles = divide_up(f.seq_q, kBackwardTile);
     own->key_tiles = divide_up(f.seq_k, key_tile(instance_of(*own).head_dim, instance_of(*own).head_dim_v));
     own->row_blocks = divide_up(f.seq_q, t.tile_q);
-    int64_t lists_bytes = 0, spans = 0;
     if (problem->sequences.given) {
         const SequenceTiles tiles = tiles_of(problem, *own);
         own->query_tiles = tiles.count(kTilesOfQueries), own->key_tiles = tiles.count(kTilesOfKeys);
         own->row_blocks = tiles.count(kTilesOfRows);
-        lists_bytes = divide_up(sequence_tiles_bytes(tiles), 128) * 128;
-        spans = f.batch + 2;
     }
     if (!keys_wanted) own->row_blocks = 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
     const int64_t part_bytes = entries * f.heads * own->sink_parts * int64_t(sizeof(float));
-    own->maps_at = own->parts_at + divide_up(part_bytes, 256) * 256;
-    own->lists_at = own->maps_at + spans * kSequenceMaps * int64_t(sizeof(CUtensorMap));
-    own->calls_at = own->lists_at + lists_bytes;
-    own->rows_at = own->calls_at + divide_up(spans * int64_t(sizeof(SequenceCall)), 256) * 256;
+    own->rows_at = own->parts_at + divide_up(part_bytes, 256) * 256;
+    if (problem->sequences.given) {
+        own->room = room_of_sequences(own->rows_at, tiles_of(problem, *own));
+        own->rows_at = own->room.end;
+    }
     const int64_t pair_bytes = group * own->row_blocks * t.tile_q * int64_t(2 * sizeof(float));
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
@@ -168,6 +163,17 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
 
 /* ---- launch ---- */
 
+/* Heads of a sequence whose tiles follow one another by length. */
+struct BackwardSections {
+    int64_t row_bytes, group; // a query's of what tiles of keys stream, and a key's of what tiles of queries do
+    bool whole;               // tiles are alike
+    __device__ __forceinline__ int64_t operator()(const SequenceCall &call, int tiling) const {
+        if (whole) return 1;
+        return tiling == kTilesOfQueries ? section_heads(call.visible.seq_k * row_bytes, group)
+                                         : section_heads(group * call.seq_q * row_bytes, 1);
+    }
+};
+
 /* Tensor maps of one operand for both kernels; keys NULL: for the first alone. */
 struct MapPair {
     CUtensorMap *queries, *keys;
@@ -222,55 +228,27 @@ static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const B
 /* The kernels that leave calls and maps of sequences in workspace, and the lists of tiles. */
 static fa_code make_calls(const fa_problem *problem, const BackwardOwn &own, BackwardWork *work,
                           const fa_launch &launch) {
-    static thread_local CachedTensorMap cached[kSequenceMaps] = {{FA_OPERAND_q}, {FA_OPERAND_dout}, {FA_OPERAND_out},
-                                                                 {FA_OPERAND_k}, {FA_OPERAND_v},    {FA_OPERAND_k},
-                                                                 {FA_OPERAND_v}};
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    char *const workspace = static_cast<char *>(launch.workspace);
-    const cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-    SequenceMaking making = {.t = tiles_of(problem, own),
-                             .of = {f.q, p.dout.data ? p.dout : f.q, f.out, f.k, f.v, f.k, f.v},
-                             .calls = reinterpret_cast<SequenceCall *>(workspace + own.calls_at),
-                             .maps = reinterpret_cast<CUtensorMap *>(workspace + own.maps_at),
-                             .query_row_bytes = 2 * (f.head_dim + f.head_dim_v),
-                             .key_row_bytes = 2 * (f.head_dim + f.head_dim_v),
-                             .heads = int(f.heads),
-                             .heads_kv = int(f.heads_kv),
-                             .whole = backward_kind(f) == kFull,
-                             .accumulate = p.accumulate};
-    lay_out(making.t, workspace + own.lists_at);
-    making.t.span[kTilesOfRows] = nullptr; // row blocks are found through tiles
-    making.t.counters = reinterpret_cast<uint32_t *>(workspace);
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
-    if (is_wide(instance_of(own).head_dim)) {
-        a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
-        making.of[kMapOfOut].data = nullptr;
-    }
-    for (int map = 0; map < kSequenceMaps && f.seq_q > 0 && f.seq_k > 0; ++map) {
-        fa_operand whole = making.of[map]; // of one batch entry: a sequence's map begins in its own
-        if (!whole.data) continue;
-        whole.stride[0] = 0;
-        const bool of_keys = map >= kMapOfKeys, of_v = map != kMapOfQ && map != kMapOfKeys && map != kMapOfTileK;
-        const int box = map == kMapOfKeys || map == kMapOfValues ? tiling_of(own).tile_n : 64;
-        FA_TRY(tensor_map_encode(&making.origin[map], cached[map], launch, whole, f.dtype,
-                                 of_v ? f.head_dim_v : f.head_dim, of_keys ? f.seq_k : f.seq_q,
-                                 of_keys ? f.heads_kv : f.heads, 1, box));
-    }
+    const bool wide = is_wide(instance_of(own).head_dim), whole = backward_kind(f) == kFull;
+    const int tile_n = tiling_of(own).tile_n;
+    SequenceMaking<BackwardSections> making;
+    FA_TRY(make_sequences(problem, tiles_of(problem, own), own.room, {64, 64, wide ? 0 : 64, tile_n, tile_n, 64, 64},
+                          kTilesOfRows, BackwardSections{2 * (f.head_dim + f.head_dim_v), f.heads / f.heads_kv, whole},
+                          &making, launch));
+    if (wide) a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
     const auto step = [&](int map) { return int(making.of[map].stride[1] != 0); };
     a.q_step[0] = b.q_step[0] = step(kMapOfQ), a.dout_step[0] = b.dout_step[0] = step(kMapOfDout);
     a.out_step[0] = step(kMapOfOut);
     a.k_step[0] = b.k_step[0] = step(kMapOfKeys), a.v_step[0] = b.v_step[0] = step(kMapOfValues);
-    FA_CHAOS_ARM(launch.stream, launch);
-    place_sequences<kPlaceThreads><<<1, kPlaceThreads, 0, stream>>>(making.t);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    FA_TRY(fa_start(make_sequence_calls, f.batch + 2, 32 * kSequenceMaps, 0, launch, making));
-    work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = making.whole};
-    work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = making.whole};
+    work->queries.list = {.calls = making.calls, .span = making.t.span[kTilesOfQueries], .whole = whole};
+    work->keys.list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = whole};
     if (own.sink_parts) // tiles that are spare leave none
-        FA_CUDA_TRY(launch,
-                    cudaMemsetAsync(workspace + own.parts_at, 0, f.heads * own.sink_parts * sizeof(float), stream));
+        FA_CUDA_TRY(launch, cudaMemsetAsync(static_cast<char *>(launch.workspace) + own.parts_at, 0,
+                                            f.heads * own.sink_parts * sizeof(float),
+                                            static_cast<cudaStream_t>(launch.stream)));
     return FA_OK;
 }
 

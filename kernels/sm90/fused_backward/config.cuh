@@ -32,6 +32,7 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
     static constexpr bool kOrdered = false, kDropout = false, kMasked = Kind != kFull, kSoftcap = Kind == kCapped;
+    static constexpr bool kSequences = false;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -46,6 +47,12 @@ template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfi
 };
 template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kDropout = true;
+};
+template <class T, int HeadDim, int Kind> struct SequencesFusedConfig : FusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kSequences = true;
+};
+template <class T, int HeadDim, int Kind> struct OrderedSequencesFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kSequences = true;
 };
 
 /* ---- parameters ---- */
@@ -75,9 +82,14 @@ struct FusedWork {
     DropoutRowsParams rows;
     DropoutFusedParams fused;
     FusedFinishParams finish;
+    SequenceList row_list, key_list; // of row blocks, and of tiles of keys
     int64_t query_blocks, key_blocks, finish_blocks;
 };
 using Launch = fa_code(const FusedWork &, const fa_launch &);
+
+template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const FusedParams &p, const BackwardCall &) {
+    return kMap == kMapOfQ ? &p.q : kMap == kMapOfDout ? &p.dout : kMap == kMapOfTileK ? &p.k : &p.v;
+}
 
 /* ---- shared memory ---- */
 
@@ -102,7 +114,7 @@ template <class C> struct FusedSmem {
     static constexpr int kQuerySlabBytes = C::kTileQ * kSlabRowBytes;
     static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
-    static constexpr int kTileStages = 4; // as in ForwardSmem
+    static constexpr int kTileStages = tile_stages<C>;
 
     alignas(1024) char k[C::kKeyStages][kKeyBytes];
     alignas(1024) char v[C::kKeyStages][kKeyBytes];
@@ -112,6 +124,7 @@ template <class C> struct FusedSmem {
     alignas(128) float4 dq[C::kConsumers][4][C::kOrdered ? 1 : kPartElements / 4];
     FusedRowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
+    [[no_unique_address]] SequenceCalls<C::kSequences, kTileStages> calls; // of the tiles
     uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];
     uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
     uint64_t ds_full[2];
@@ -131,13 +144,24 @@ struct FusedWalk {
         if (block == first) ++member;
     }
 };
-template <class C> __device__ __forceinline__ FusedWalk fused_walk(const BackwardCall &call, int tile_row) {
+/* Whether each tile of a head begins with another block. */
+template <class C> __device__ __forceinline__ bool begins_apart(const FusedParams &p) {
+    if constexpr (C::kOrdered) return false;
+    if constexpr (C::kSequences) return static_cast<const OfSequences<FusedParams> &>(p).list.whole;
+    return !C::kMasked;
+}
+template <class C, class Call>
+__device__ __forceinline__ FusedWalk fused_walk(const FusedParams &p, const Call &call, int tile_row) {
     const int key = tile_row - call.key_begin;
     const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
     int first = blocks.begin;
-    if (!C::kMasked && !C::kOrdered && blocks.begin < blocks.end)
-        first += tile_row / C::kTileK % (blocks.end - blocks.begin);
+    if (begins_apart<C>(p) && blocks.begin < blocks.end) first += tile_row / C::kTileK % (blocks.end - blocks.begin);
     return {blocks.begin, blocks.end, first, first, 0};
+}
+
+template <class C> __device__ __forceinline__ FusedWalk uniform_walk(const FusedWalk &walk) {
+    const int first = uniform<C>(walk.first);
+    return {uniform<C>(walk.begin), uniform<C>(walk.end), first, first, 0};
 }
 
 /* Query blocks [begin, end). */

@@ -24,6 +24,7 @@ template <class C> struct FusedConsumer {
     RingState<C::kStages> ring{0};
     RingState<C::kKeyStages> kv_ring{0};
     uint32_t stored = 0; // steps whose dT is in shared memory
+    uint32_t round = 0;  // of the tile
     int tile_key, stage;
     BlockRange whole;    // blocks of which nothing is hidden
     float *sums;         // this lane's of the first block
@@ -38,6 +39,7 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
         : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
+    __device__ __forceinline__ const auto &call() const { return call_of<C>(p, smem, round); }
     __device__ __forceinline__ int key() const { // of accumulators 0, 1, 4, 5, ...; the others' is 8 further on
         return fresh(tile_key) + wg * 64 + warp * 16 + lane / 4;
     }
@@ -144,7 +146,7 @@ template <class C> struct FusedConsumer {
     }
     /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
     __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
-        const ShiftedBand &band = p.call.visible;
+        const ShiftedBand &band = call().visible;
         uint32_t visible[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -179,12 +181,14 @@ template <class C> struct FusedConsumer {
         const auto &ordered = static_cast<const OrderedFusedParams &>(p);
         if (!ordered.dq.data) return;
         const int launch_head = block / p.row_block_count, flat = p.call.first_pair * p.call.group + launch_head;
-        const int batch = flat / p.call.heads;
-        const int row = (block - launch_head * p.row_block_count) * kTileQ + wg * 64 + warp * 16 + lane / 4;
+        const auto &of = call();
+        const CallHead at = head_of<C>(flat, p.call.heads, smem.tile[round % Smem::kTileStages]);
+        const int number = block - launch_head * p.row_block_count - first_row_block(of);
+        const int row = number * kTileQ + wg * 64 + warp * 16 + lane / 4;
         float factor[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) factor[r] = row_sees(p.call, row + 8 * r) ? p.scale : 0.0f;
-        store_gradient<T>(ordered.dq, batch, flat - batch * p.call.heads, row, p.call.seq_q, dq, factor,
+        for (int r = 0; r < 2; ++r) factor[r] = row_sees(of, row + 8 * r) ? p.scale : 0.0f;
+        store_gradient<T>(ordered.dq, at.batch, at.head, first_query(of) + row, end_of_queries(of), dq, factor,
                           p.call.head_dim, lane);
     }
     __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
@@ -278,8 +282,9 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ void run(int tile_head) {
         if constexpr (C::kDropout) pair = p.call.first_pair + tile_head;
         const int64_t first_head = int64_t(tile_head) * p.call.group;
-        sums = p.sums + first_head * p.row_block_count * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
-        whole = whole_blocks<C>(p.call.visible, tile_key + wg * 64);
+        sums = p.sums + (first_head * p.row_block_count + first_row_block(call())) * kQueryElements +
+               (wg * 4 + warp) * kPartElements + lane * 4;
+        whole = whole_blocks<C>(uniform<C>(call().visible), tile_key + wg * 64);
         staged = false;
         mbarrier_wait(&smem.kv_full[kv_ring.stage], kv_ring.parity);
         step<true>();
@@ -302,37 +307,37 @@ template <class C> struct FusedConsumer {
     }
 
     __device__ __forceinline__ void store(const Tile &tile, bool seen) {
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv, row = key();
+        const CallHead at = kv_head_of<C>(p.call, tile);
+        const auto &of = call();
+        const int key = this->key(), row = first_key(of) + key + of.key_begin;
         float k_factor[2], v_factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const bool visible = seen && row + 8 * r >= 0 && row + 8 * r < p.call.visible.seq_k;
+            const bool visible = seen && key + 8 * r >= 0 && key + 8 * r < of.visible.seq_k;
             k_factor[r] = visible ? p.scale : 0.0f;
             v_factor[r] = visible ? 1.0f : 0.0f;
             if constexpr (C::kDropout) v_factor[r] *= static_cast<const DropoutFusedParams &>(p).kept;
         }
         if (p.dk.data)
-            store_gradient<T>(p.dk, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,
-                              lane);
+            store_gradient<T>(p.dk, at.batch, at.head, row, end_of_keys(of), dk, k_factor, p.call.head_dim, lane);
         if (p.dv.data)
-            store_gradient<T>(p.dv, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dv, v_factor, p.call.head_dim,
-                              lane);
+            store_gradient<T>(p.dv, at.batch, at.head, row, end_of_keys(of), dv, v_factor, p.call.head_dim, lane);
     }
 };
 
 template <class C> __device__ __forceinline__ void fused_consume(const FusedParams &p, FusedSmem<C> &smem, int wg) {
     FusedConsumer<C> consumer(p, smem, wg);
     int tile_row;
-    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
+    for (uint32_t &round = consumer.round; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const int slot = round % FusedSmem<C>::kTileStages;
-        consumer.tile_key = tile_row - p.call.key_begin;
-        consumer.walk = fused_walk<C>(p.call, tile_row);
+        consumer.tile_key = uniform<C>(tile_row - consumer.call().key_begin);
+        consumer.walk = uniform_walk<C>(fused_walk<C>(p, consumer.call(), tile_row));
         const bool seen = consumer.walk.begin < consumer.walk.end;
         if (seen) consumer.run(__shfl_sync(0xffffffff, smem.tile[slot].head, 0));
         const Tile tile = smem.tile[slot];
-        warp_arrive(&smem.tile_empty[slot], consumer.lane);
+        if constexpr (!C::kSequences) warp_arrive(&smem.tile_empty[slot], consumer.lane);
         consumer.store(tile, seen);
+        if constexpr (C::kSequences) warp_arrive(&smem.tile_empty[round % FusedSmem<C>::kTileStages], consumer.lane);
     }
     if (!C::kOrdered && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
 }

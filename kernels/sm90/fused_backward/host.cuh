@@ -2,6 +2,7 @@
  * kernel alone. */
 #pragma once
 #include "sm90/backward/host.cuh"
+#include "sm90/backward/sequence_calls.cuh"
 #include "sm90/fused_backward/config.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // ceil
@@ -10,14 +11,14 @@ namespace fa::sm90 {
 
 namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
-    bool ordered;
+    bool ordered, sequences;
     int head_dim, kind;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
 } // namespace
 #define FA_FUSED_INSTANCE(name, Config, head_dim, kind, T)                                                             \
-    {Config<T, head_dim, kind>::kOrdered, head_dim, kind, kDtypeOf<T>, name},
+    {Config<T, head_dim, kind>::kOrdered, Config<T, head_dim, kind>::kSequences, head_dim, kind, kDtypeOf<T>, name},
 
 /* ---- plan ---- */
 
@@ -30,22 +31,39 @@ struct FusedOwn {
     int64_t key_tiles;                            // a kv head
     int64_t row_blocks;                           // a query head
     int64_t sink_parts;                           // a query head; 0: dsinks is not wanted
-    int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with a counter
+    int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with counters
+    SequenceRoom room;                            // of sequences
 };
 
 constexpr int64_t kFusedCounterBytes = 256;
 constexpr int kOrderedHeadDim = 64; // of the instances whose sums have one order, at most
 
+/* Its row blocks have fused_tile_q() queries. */
+static SequenceTiles tiles_of(const fa_problem *problem, int columns) {
+    return sequence_tiles(problem, {fused_tile_q(columns), kFusedTileK, fused_tile_q(columns)});
+}
+
 /* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
-static bool fused_sizes(const fa_backward &p, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
+static bool fused_sizes(const fa_problem *problem, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
+    const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const int tile_q = fused_tile_q(own->columns);
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    const bool sequences = problem->sequences.given;
+    const int64_t entries = entries_of(problem), all = entries * f.heads_kv;
+    const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
     own->key_tiles = divide_up(f.seq_k, kFusedTileK);
     own->row_blocks = divide_up(f.seq_q, tile_q);
+    if (sequences) {
+        const SequenceTiles tiles = tiles_of(problem, own->columns);
+        own->key_tiles = tiles.count(kTilesOfKeys), own->row_blocks = tiles.count(kTilesOfRows);
+    }
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
     own->parts_at = kFusedCounterBytes;
-    own->rows_at = own->parts_at + divide_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    own->rows_at = own->parts_at + divide_up(entries * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    if (sequences) {
+        own->room = room_of_sequences(own->rows_at, tiles_of(problem, own->columns));
+        own->rows_at = own->room.end;
+    }
     const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
@@ -102,11 +120,18 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
            kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
 }
 
+/* Over sequences: the widest head_dim at which calls in one order come here. What decides there are the dtype, the
+ * heads and the options alone, so that a sequence has its bits in every batch. */
+constexpr int kSequencesHeadDim = 0;
+
 /* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
  * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
  * long. */
-[[maybe_unused]] static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
+[[maybe_unused]] static bool fused_is_faster(const fa_problem *problem, const fa_device_info *device,
+                                             const FusedOwn &own) {
     constexpr int kNarrow = 96;
+    const fa_forward &f = problem->backward.forward;
+    if (problem->sequences.given) return f.head_dim <= kSequencesHeadDim;
     if (own.columns > kOrderedHeadDim ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128)
         return false;
     if (own.ordered) return turns_are_short(f, device);
@@ -119,13 +144,15 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
 /* The instance for a call. Without a need for one order the ordered one is taken where it is as fast, or alone there.
  */
 template <size_t N>
-const Instance *find_instance(const Instance (&instances)[N], const fa_backward &p, const fa_device_info *device) {
+const Instance *find_instance(const Instance (&instances)[N], const fa_problem *problem, const fa_device_info *device) {
+    const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
+    const bool sequences = problem->sequences.given;
     const auto find = [&](bool ordered) {
         return instance_for(instances, f.head_dim, backward_kind(f), f.dtype,
-                            [ordered](const Instance &i) { return i.ordered == ordered; });
+                            [=](const Instance &i) { return i.ordered == ordered && i.sequences == sequences; });
     };
-    const bool ordered = p.ordered || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
+    const bool ordered = p.ordered || (!sequences && f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
     const Instance *found = find(ordered);
     return found || p.ordered ? found : find(!ordered);
 }
@@ -138,12 +165,13 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
     FusedOwn &own = fa_own<FusedOwn>(plan);
     if (f.head_dim > widest(instances)) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest(instances), 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInFours, why)) return FA_REFUSES;
-    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
-        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+    const bool sequences = problem->sequences.given;
+    if (!lengths_fit(f.seq_q, f.seq_k, sequences ? kBitsInBand : kBitsInFours, why)) return FA_REFUSES;
+    if (!sequences && (std::max(f.seq_q, f.seq_k) + 63) / 64 >
+                          (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
-    const int64_t keys = f.key_end - f.key_begin;
+    const int64_t keys = sequences ? f.seq_k : f.key_end - f.key_begin;
     const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
     if (reads && (!takes_tensor_map(f.q, FA_OPERAND_q, f.head_dim, f.seq_q, why) ||
                   !takes_tensor_map(f.k, FA_OPERAND_k, f.head_dim, keys, why) ||
@@ -154,11 +182,14 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     if (p.ordered && f.head_dim > kOrderedHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kOrderedHeadDim, 0, 0);
-    const Instance *found = find_instance(instances, p, device);
+    const Instance *found = find_instance(instances, problem, device);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.instance = int(found - instances);
     own.ordered = found->ordered, own.columns = found->head_dim, own.kind = found->kind;
-    if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    if (!fused_sizes(problem, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    if (sequences && 2 * std::max(own.key_tiles, own.row_blocks) > // twice: turns.block
+                         (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
@@ -190,17 +221,60 @@ static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, con
     return encode(&to->v, to->v_step, f.v, f.key_begin, keys, f.heads_kv, kFusedTileK, cached_maps.v);
 }
 
+/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
+ * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. In order a section
+ * of fewer than four heads has more tiles at work on each, every one of them a turn's way behind the one before. */
+static __host__ __device__ int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordered) {
+    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20, most = INT64_C(40) << 20;
+    if (head_bytes <= 0) return 1;
+    const int64_t heads = std::max<int64_t>(1, bytes / head_bytes);
+    return ordered ? std::max(heads, std::min<int64_t>(4, most / head_bytes)) : heads;
+}
+
+/* Heads of a sequence whose tiles follow one another by length. */
+struct FusedSections {
+    int64_t row_bytes; // a query's of what tiles stream and add up
+    int head_dim;
+    bool ordered, whole; // whole: tiles are alike
+    __device__ __forceinline__ int64_t operator()(const SequenceCall &call, int) const {
+        return whole && !ordered ? 1 : fused_section_heads(call.seq_q * row_bytes, head_dim, ordered);
+    }
+};
+
+/* The kernels that leave calls and maps of sequences in workspace, and the lists of tiles. */
+static fa_code fused_sequences(const fa_problem *problem, const FusedOwn &own, FusedWork *work,
+                               const fa_launch &launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const int tile_q = fused_tile_q(own.columns);
+    const bool whole = backward_kind(f) == kFull;
+    SequenceMaking<FusedSections> making;
+    FA_TRY(make_sequences(problem, tiles_of(problem, own.columns), own.room,
+                          {tile_q, tile_q, 0, 0, 0, kFusedTileK, kFusedTileK}, kTilesOfQueries,
+                          FusedSections{8 * f.heads / f.heads_kv * f.head_dim, f.head_dim, own.ordered, whole}, &making,
+                          launch));
+    const auto step = [&](int map) { return int(making.of[map].stride[1] != 0); };
+    FusedParams &fused = work->fused;
+    fused.q_step[0] = step(kMapOfQ), fused.dout_step[0] = step(kMapOfDout);
+    fused.k_step[0] = step(kMapOfTileK), fused.v_step[0] = step(kMapOfTileV);
+    work->row_list = {.calls = making.calls, .span = making.t.span[kTilesOfRows], .whole = whole};
+    work->key_list = {.calls = making.calls, .span = making.t.span[kTilesOfKeys], .whole = whole};
+    return FA_OK;
+}
+
 static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
 
 /* The values that all launches of a call share. */
-static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
+static fa_code fused_work(const fa_problem *problem, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
+    const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     char *const workspace = static_cast<char *>(launch.workspace);
     auto &rows = work->rows;
     auto &fused = work->fused;
     FusedFinishParams &finish = work->finish;
     fused.call = backward_call(p);
-    FA_TRY(fused_maps(p, fused_tile_q(own.columns), &fused, launch));
+    FA_TRY(problem->sequences.given ? fused_sequences(problem, own, work, launch)
+                                    : fused_maps(p, fused_tile_q(own.columns), &fused, launch));
     rows.call = finish.call = fused.call;
     rows.out = rows_operand(f.out), rows.dout = rows_operand(p.dout);
     rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
@@ -223,16 +297,6 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     return FA_OK;
 }
 
-/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
- * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. In order a section
- * of fewer than four heads has more tiles at work on each, every one of them a turn's way behind the one before. */
-static int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordered) {
-    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20, most = INT64_C(40) << 20;
-    if (head_bytes <= 0) return 1;
-    const int64_t heads = std::max<int64_t>(1, bytes / head_bytes);
-    return ordered ? std::max(heads, std::min<int64_t>(4, most / head_bytes)) : heads;
-}
-
 /* The least section where heads have few tiles, as in groups of query heads, and these differ in length: three tiles a
  * multiprocessor, so that the longest ones of the last section are not left to a few; sections are alike. */
 static int64_t least_section_heads(int64_t key_tiles, int64_t pairs, int sm_count) {
@@ -249,8 +313,16 @@ static fa_code launch_fused(const Instance &instance, const fa_backward &p, cons
     auto *counter = static_cast<uint32_t *>(launch.workspace);
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
-    const bool unfinished = work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
+    const bool unfinished = instance.sequences || work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
     work->finish_blocks = work->finish.dq.data && unfinished ? work->query_blocks : 0;
+    if (instance.sequences) {
+        work->key_list.heads = uint32_t(pairs), work->key_list.units = uint32_t(pairs * own.key_tiles);
+        work->key_list.counter = counter;
+        work->key_blocks = std::min<int64_t>(pairs * own.key_tiles, launch.device->sm_count);
+        if (first > 0) // that of the first group is 0
+            FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
+        return instance.launch(*work, launch);
+    }
     int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim, own.ordered);
     if (!own.ordered && group > 1 && (f.left >= FA_UNBOUNDED || f.right >= FA_UNBOUNDED)) // a window's tiles are alike
         section = std::max(section, least_section_heads(own.key_tiles, pairs, launch.device->sm_count));
@@ -269,10 +341,10 @@ static fa_code launch_call(const Instance *instances, const fa_problem *problem,
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const FusedOwn &own = fa_own<FusedOwn>(plan);
-    const int64_t all = f.batch * f.heads_kv;
+    const int64_t entries = entries_of(problem), all = entries * f.heads_kv;
     if (all > 0) {
         FusedWork work = {};
-        FA_TRY(fused_work(p, own, &work, *launch));
+        FA_TRY(fused_work(problem, own, &work, *launch));
         work.fused.dropout = problem->forward.dropout;
         work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->forward.dropout)); // 1 without dropout
         work.fused.scale *= work.fused.kept, work.rows.delta_factor = 1 / work.fused.kept;
@@ -284,7 +356,7 @@ static fa_code launch_call(const Instance *instances, const fa_problem *problem,
         FA_CHAOS_ARM(launch->stream, *launch);
         backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
             reinterpret_cast<const float *>(static_cast<char *>(launch->workspace) + own.parts_at), own.sink_parts,
-            f.batch, f.heads, gradient(p, FA_GRAD_SINKS));
+            entries, f.heads, gradient(p, FA_GRAD_SINKS));
         FA_CUDA_TRY(*launch, cudaGetLastError());
     }
     return FA_OK;

@@ -1,6 +1,7 @@
 /* Instances of wgmma_fused_backward_sm90 and wgmma_dropout_backward_sm90: the kernels of a head_dim, kind and dtype. */
 #include "common/launch.cuh"
 #include "sm90/fused_backward/kernel.cuh"
+#include <type_traits> // conditional_t
 
 namespace fa::sm90 {
 namespace {
@@ -8,19 +9,32 @@ namespace {
 template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &launch) {
     static_assert(sizeof(FusedSmem<C>) <= 227 * 1024, "shared memory of a block");
     using T = typename C::Element;
-    const auto run = [&](auto rows, auto fused) {
-        constexpr auto kFinish = fused_finish<T, C::kHeadDim, C::kTileQ>;
-        FA_TRY(fa_start(rows, work.query_blocks * (C::kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch,
-                        work.rows));
-        FA_TRY(fa_start(fused, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch, work.fused));
-        return fa_start(kFinish, work.finish_blocks, kFusedFinishThreads, 0, launch, work.finish);
+    constexpr int kHeadDim = C::kHeadDim, kTileQ = C::kTileQ;
+    const auto run = [&](auto rows, const auto &rows_params, auto fused, const auto &fused_params, auto finish,
+                         const auto &finish_params) {
+        FA_TRY(fa_start(rows, work.query_blocks * (kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch,
+                        rows_params));
+        FA_TRY(fa_start(fused, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch, fused_params));
+        return fa_start(finish, work.finish_blocks, kFusedFinishThreads, 0, launch, finish_params);
     };
-    if constexpr (C::kDropout)
-        return run(fused_rows_dropout<T, C::kHeadDim, C::kTileQ>, backward_fused_dropout<C>);
-    else if constexpr (C::kOrdered)
-        return run(fused_rows_ordered<T, C::kHeadDim, C::kTileQ>, backward_fused_ordered<C>);
-    else
-        return run(fused_rows<T, C::kHeadDim, C::kTileQ>, backward_fused<C>);
+    if constexpr (C::kSequences) {
+        using Rows = std::conditional_t<C::kOrdered, OrderedRowsParams, FusedRowsParams>;
+        using Fused = std::conditional_t<C::kOrdered, OrderedFusedParams, FusedParams>;
+        return run(fused_rows_of_sequences<T, kHeadDim, kTileQ, Rows>, OfSequences<Rows>{work.rows, work.row_list},
+                   backward_fused_of_sequences<C, Fused>, OfSequences<Fused>{work.fused, work.key_list},
+                   fused_finish_of_sequences<T, kHeadDim, kTileQ, C::kOrdered>,
+                   OfSequences<FusedFinishParams>{work.finish, work.row_list});
+    } else {
+        constexpr auto kFinish = fused_finish<T, kHeadDim, kTileQ>;
+        if constexpr (C::kDropout)
+            return run(fused_rows_dropout<T, kHeadDim, kTileQ>, work.rows, backward_fused_dropout<C>, work.fused,
+                       kFinish, work.finish);
+        else if constexpr (C::kOrdered)
+            return run(fused_rows_ordered<T, kHeadDim, kTileQ>, work.rows, backward_fused_ordered<C>, work.fused,
+                       kFinish, work.finish);
+        else
+            return run(fused_rows<T, kHeadDim, kTileQ>, work.rows, backward_fused<C>, work.fused, kFinish, work.finish);
+    }
 }
 
 } // namespace

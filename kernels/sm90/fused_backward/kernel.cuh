@@ -26,7 +26,8 @@
  *
  * Tiles of unequal length go longest first. A CTA takes its next one when the last step of the one before is on its
  * way: taken a tile ahead, the short ones that even out the rest wait for CTAs that are in their last long one, 8% of
- * an H100's time with one head of 16,384 keys a section (fused_section_heads).
+ * an H100's time with one head of 16,384 keys a section (fused_section_heads). Over sequences a warp of the producer's
+ * warpgroup takes them (backward/sequences.cuh), two steps earlier, since it takes reads that depend on one another.
  *
  * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
  * C::kOrdered they take turns, which two threads of the producer's warpgroup keep: turns.cuh.
@@ -37,7 +38,9 @@
  *
  * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of full, kv_full and tile_full all warps wait;
  * the next phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for
- * itself, past its own wait. Of those only the producer's thread waits. Of ds_full all warps of both warpgroups wait,
+ * itself, past its own wait. Of those only the producer's thread waits, or for tile_empty, over sequences, the thread
+ * that tells tiles: the producer is then among those that wait for tile_full and arrive, once for `wanted` too, which
+ * the teller waits for before it tells the next tile. Of ds_full all warps of both warpgroups wait,
  * and each warp arrives for itself: for the next phase of a barrier, two steps later, past its own wait for the phase
  * before.
  *
@@ -58,19 +61,91 @@
 
 namespace fa::sm90 {
 
-template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
+/* The producer's thread and its rings. */
+template <class C> struct FusedProducer {
     using Smem = FusedSmem<C>;
-    using Block = std::conditional_t<C::kOrdered, uint32_t, int64_t>; // in order one register less decides
-    RingState<C::kStages> ring(1);
-    RingState<C::kKeyStages> kv_ring(1);
-    RingState<Smem::kTileStages> tile_ring(1);
+    // In order, and over sequences, one register less decides.
+    using Block = std::conditional_t<C::kOrdered || C::kSequences, uint32_t, int64_t>;
+
+    const FusedParams &p;
+    Smem &smem;
+    RingState<C::kStages> ring{1};
+    RingState<C::kKeyStages> kv_ring{1};
+
+    __device__ __forceinline__ FusedProducer(const FusedParams &p, Smem &smem) : p(p), smem(smem) {}
+
     struct Place {
         int kv_head, batch, key;
     };
-    auto place_of = [&](const Tile &tile) {
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        return Place{pair - batch * p.call.heads_kv, batch, tile.row - p.call.key_begin};
-    };
+    template <class Call> __device__ __forceinline__ Place place_of(const Call &call, const Tile &tile) const {
+        const CallHead at = kv_head_of<C>(p.call, tile);
+        return {at.head, C::kSequences ? 0 : at.batch, tile.row - call.key_begin};
+    }
+    template <class Call> __device__ __forceinline__ void prefetch_keys(const Call &call, const Tile &tile) const {
+        const Place at = place_of(call, tile);
+        tma_prefetch_tile<C::kHeadDim>(map_of<kMapOfTileK>(p, call), at.key, at.kv_head * p.k_step[0],
+                                       at.batch * p.k_step[1]);
+        tma_prefetch_tile<C::kHeadDim>(map_of<kMapOfTileV>(p, call), at.key, at.kv_head * p.v_step[0],
+                                       at.batch * p.v_step[1]);
+    }
+    /* Keys and values of a tile that has steps. */
+    template <class Call> __device__ __forceinline__ void load_keys(const Call &call, const Tile &tile) {
+        const Place at = place_of(call, tile);
+        uint64_t *full = &smem.kv_full[kv_ring.stage];
+        mbarrier_wait(&smem.kv_empty[kv_ring.stage], kv_ring.parity);
+        mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.k[kv_ring.stage], map_of<kMapOfTileK>(p, call), full, at.key,
+                                              at.kv_head * p.k_step[0], at.batch * p.k_step[1], kEvictFirst);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.v[kv_ring.stage], map_of<kMapOfTileV>(p, call), full, at.key,
+                                              at.kv_head * p.v_step[0], at.batch * p.v_step[1], kEvictFirst);
+        kv_ring.advance();
+    }
+    /* Steps of a tile; before_step() is called ahead of the wait for room. */
+    template <class Call, class BeforeStep>
+    __device__ __forceinline__ void load_steps(const Call &call, const Tile &tile, BeforeStep &&before_step) {
+        const Place at = place_of(call, tile);
+        for (FusedWalk walk = fused_walk<C>(p, call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
+             walk.advance()) {
+            const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - call.row_begin;
+            const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count +
+                                first_row_block(call) + walk.block;
+            uint64_t *full = &smem.full[ring.stage];
+            before_step();
+            mbarrier_wait(&smem.empty[ring.stage], ring.parity);
+            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
+            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], map_of<kMapOfQ>(p, call), full, row,
+                                                  head * p.q_step[0], at.batch * p.q_step[1], kEvictLast);
+            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
+                      sizeof(FusedRowBlock<C::kTileQ>), full);
+            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], map_of<kMapOfDout>(p, call), full,
+                                                  row + p.call.dout_row, head * p.dout_step[0],
+                                                  at.batch * p.dout_step[1], kEvictLast);
+            ring.advance();
+        }
+    }
+};
+
+/* Over sequences: tiles that another warp tells. */
+template <class C, class Params>
+__device__ __forceinline__ void fused_produce_told(const Params &p, FusedSmem<C> &smem) {
+    constexpr int kWantedBefore = 2; // steps of a tile that are left when the next one is taken
+    FusedProducer<C> producer(p, smem);
+    produce_tiles<C, C::kTileK, true>(p, smem, [&](const SequenceCall &call, const Tile &tile, auto &&) {
+        const FusedWalk walk = fused_walk<C>(p, call, tile.row);
+        const int steps = (walk.end - walk.begin) * p.call.group;
+        if (steps == 0) return mbarrier_arrive(&smem.calls.wanted);
+        if (is_new_span(smem, tile)) acquire_keys_maps(call);
+        if (C::kKeyStages == 1) producer.prefetch_keys(call, tile);
+        producer.load_keys(call, tile);
+        producer.load_steps(call, tile, [&, left = max(steps, kWantedBefore)]() mutable {
+            if (left-- == kWantedBefore) mbarrier_arrive(&smem.calls.wanted);
+        });
+    });
+}
+
+template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
+    FusedProducer<C> producer(p, smem);
+    RingState<FusedSmem<C>::kTileStages> tile_ring(1);
     auto announce = [&](uint32_t index) {
         Tile tile = tile_at(p.schedule, index, 1);
         if constexpr (C::kOrdered) // the first is shortest
@@ -78,27 +153,15 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
         else if (tile.row >= 0)
             tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
         // Without queries that see a key the maps are empty.
-        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end) {
-            const Place at = place_of(tile);
-            tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
-            tma_prefetch_tile<C::kHeadDim>(&p.v, at.key, at.kv_head * p.v_step[0], at.batch * p.v_step[1]);
-        }
+        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end)
+            producer.prefetch_keys(p.call, tile);
         announce_tile(smem, tile_ring, tile);
         return tile;
     };
-    auto load_keys = [&](const Tile &tile) { // and values, of a tile that has steps
+    auto load_keys = [&](const Tile &tile) {
         if (tile.row < 0) return;
-        const FusedWalk walk = fused_walk<C>(p.call, tile.row);
-        if (walk.begin >= walk.end) return;
-        const Place at = place_of(tile);
-        uint64_t *full = &smem.kv_full[kv_ring.stage];
-        mbarrier_wait(&smem.kv_empty[kv_ring.stage], kv_ring.parity);
-        mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
-        tma_load_tile<C::kHeadDim, C::kTileK>(smem.k[kv_ring.stage], &p.k, full, at.key, at.kv_head * p.k_step[0],
-                                              at.batch * p.k_step[1], kEvictFirst);
-        tma_load_tile<C::kHeadDim, C::kTileK>(smem.v[kv_ring.stage], &p.v, full, at.key, at.kv_head * p.v_step[0],
-                                              at.batch * p.v_step[1], kEvictFirst);
-        kv_ring.advance();
+        const FusedWalk walk = fused_walk<C>(p, p.call, tile.row);
+        if (walk.begin < walk.end) producer.load_keys(p.call, tile);
     };
     auto take = [&](uint32_t round) {
         if constexpr (C::kOrdered)
@@ -109,22 +172,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
     Tile tile = announce(take(0)), next;
     load_keys(tile);
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const Place at = place_of(tile);
-        for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
-             walk.advance()) {
-            const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
-            const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
-            uint64_t *full = &smem.full[ring.stage];
-            mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
-            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
-                                                  at.batch * p.q_step[1], kEvictLast);
-            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
-                      sizeof(FusedRowBlock<C::kTileQ>), full);
-            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
-                                                  head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
-            ring.advance();
-        }
+        producer.load_steps(p.call, tile, [] {});
         next = announce(take(round));
         load_keys(next);
     }
@@ -137,7 +185,10 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
     const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
 
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
+        if constexpr (C::kSequences)
+            mbarrier_init(&smem.calls.wanted, 1);
+        else
+            for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
         for (int stage = 0; stage < C::kKeyStages; ++stage) {
             mbarrier_init(&smem.kv_full[stage], 1);
             mbarrier_init(&smem.kv_empty[stage], C::kConsumers * 4);
@@ -145,7 +196,7 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
         for (int buffer = 0; buffer < 2; ++buffer) mbarrier_init(&smem.ds_full[buffer], C::kConsumers * 4);
         for (int stage = 0; stage < FusedSmem<C>::kTileStages; ++stage) {
             mbarrier_init(&smem.tile_full[stage], 1);
-            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4 + C::kOrdered);
+            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4 + C::kOrdered + C::kSequences);
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(&smem.full[stage], 1);
@@ -165,13 +216,20 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        const int warp = threadIdx.x / 32;
+        if constexpr (C::kSequences)
+            if (warp == 3 && elect_one())
+                tell_tiles<kTilesOfKeys, C::kTileK, C::kOrdered ? kTakenInTurns : kTakenLate>(p.list, smem);
         if constexpr (C::kOrdered) {
-            const int warp = threadIdx.x / 32;
             if (warp == 1 && elect_one()) fused_open_steps<C>(p, smem);
             if (warp == 2 && elect_one()) fused_pass_turns<C>(p, smem);
-            if (warp > 0) return;
         }
-        if (threadIdx.x / 32 == 0 && elect_one()) fused_produce<C>(p, smem);
+        if (warp > 0) return;
+        if (!elect_one()) return;
+        if constexpr (C::kSequences)
+            fused_produce_told<C>(p, smem);
+        else
+            fused_produce<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
         fused_consume<C>(p, smem, wg - 1);
@@ -190,6 +248,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     backward_fused_dropout(const __grid_constant__ DropoutFusedParams p) {
+    fused_block<C>(p);
+}
+template <class C, class Params>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_of_sequences(const __grid_constant__ OfSequences<Params> p) {
     fused_block<C>(p);
 }
 

@@ -4,6 +4,7 @@
  *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate`; in order, where the
  *                   last to add makes dq, only of queries that see no key */
 #pragma once
+#include "sm90/backward/sequences.cuh"
 #include "sm90/fused_backward/step.cuh"
 #include <type_traits> // is_base_of_v, is_same_v
 
@@ -32,8 +33,9 @@ inline constexpr int kFusedRowsQueries = kFusedRowsThreads / 32 * 16; // a threa
 
 /* dout . out of 16 queries from `first`, that of query `lane % L * (32 / L) + lane / L` in lanes with lane % L < L / 2,
  * L = Columns / 8. A query that sees no key has 0, whatever its rows hold. */
-template <class T, int Columns>
-__device__ __forceinline__ float row_products(const FusedRowsParams &p, int batch, int head, int first, int lane) {
+template <class T, int Columns, class Call>
+__device__ __forceinline__ float row_products(const FusedRowsParams &p, const Call &call, int batch, int head,
+                                              int first, int lane) {
     constexpr int kLanes = Columns / 8, kRows = 32 / kLanes; // lanes a row, rows a pass
     float mine = 0.0f;
     if (!p.dout.data) return mine;
@@ -42,10 +44,11 @@ __device__ __forceinline__ float row_products(const FusedRowsParams &p, int batc
 #pragma unroll
     for (int pass = 0; pass < 16 / kRows; ++pass) {
         const int row = first + pass * kRows + lane / kLanes;
-        if (column >= p.call.head_dim || !row_sees(p.call, row)) continue;
+        if (column >= p.call.head_dim || !row_sees(call, row)) continue;
         const auto at = [&](const RowsOperand &of) {
             return reinterpret_cast<const uint4 *>(static_cast<const T *>(of.data) + batch * of.stride[0] +
-                                                   head * of.stride[1] + row * of.stride[2] + column);
+                                                   head * of.stride[1] + (first_query(call) + row) * of.stride[2] +
+                                                   column);
         };
         x[pass] = *at(p.dout), y[pass] = *at(p.out);
     }
@@ -75,37 +78,64 @@ struct DropoutRowsParams : OrderedRowsParams {
     float delta_factor; // one over what a weight is multiplied by that dropout keeps
 };
 
+template <class Params> inline constexpr bool kOfSequences = requires(const Params &p) { p.list; };
+
+/* The call that a head's row block `block` belongs to. */
+template <class Params> __device__ __forceinline__ const auto &call_at(const Params &p, int block) {
+    if constexpr (kOfSequences<Params>)
+        return p.list.calls[p.list.span[block]];
+    else
+        return p.call;
+}
+template <class Call> __device__ __forceinline__ int batch_of(const Call &call, int flat_batch) {
+    if constexpr (std::is_same_v<Call, SequenceCall>)
+        return call.batch;
+    else
+        return flat_batch;
+}
+
 template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void rows_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kLanes = Columns / 8, kRows = 32 / kLanes;
     const int lane = threadIdx.x % 32, per_head = p.row_block_count * (TileQ / kFusedRowsQueries);
     const int launch_head = blockIdx.x / per_head;
-    const int first = int(blockIdx.x - launch_head * per_head) * kFusedRowsQueries + int(threadIdx.x / 32) * 16;
-    const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
-    const int head = flat - batch * p.call.heads;
+    const int place = int(blockIdx.x - launch_head * per_head) * kFusedRowsQueries + int(threadIdx.x / 32) * 16;
+    const auto &call = call_at(p, place / TileQ);
+    const int first = place - first_row_block(call) * TileQ;
+    const int flat = p.call.first_pair * p.call.group + launch_head, flat_batch = flat / p.call.heads;
+    const int head = flat - flat_batch * p.call.heads, batch = batch_of(call, flat_batch);
+    const auto leave_sink_part = [&](float part) {
+        if (lane == 0) p.sink_parts[int64_t(flat) * p.row_block_count * (TileQ / 16) + place / 16] = part;
+    };
 
+    if constexpr (kOfSequences<Params>) {
+        if (first / TileQ * TileQ >= call.seq_q) { // of no query: nobody reads it
+            if (p.sink_parts) leave_sink_part(0.0f);
+            return;
+        }
+    }
     if constexpr (std::is_base_of_v<OrderedRowsParams, Params>) {
-        if (first % TileQ == 0 && lane == 0) p.turns[int64_t(launch_head) * p.row_block_count + first / TileQ] = 0;
+        if (first % TileQ == 0 && lane == 0) p.turns[int64_t(launch_head) * p.row_block_count + place / TileQ] = 0;
     } else {
         auto *sums =
-            reinterpret_cast<float4 *>(p.sums + (int64_t(launch_head) * p.row_block_count * TileQ + first) * Columns);
+            reinterpret_cast<float4 *>(p.sums + (int64_t(launch_head) * p.row_block_count * TileQ + place) * Columns);
 #pragma unroll
         for (int i = 0; i < 16 * Columns / 4 / 32; ++i) sums[i * 32 + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 
-    const float product = row_products<T, Columns>(p, batch, head, first, lane);
+    const float product = row_products<T, Columns>(p, call, batch, head, first, lane);
     const int row = first + lane % kLanes * kRows + lane / kLanes;
-    const bool mine = lane % kLanes < 16 / kRows, there = mine && row < p.call.seq_q,
-               sees = mine && row_sees(p.call, row);
+    const bool mine = lane % kLanes < 16 / kRows, there = mine && row < call.seq_q, sees = mine && row_sees(call, row);
     const auto value = [&](const RowsOperand &of) {
-        return there && of.data ? static_cast<const float *>(
-                                      of.data)[batch * of.stride[0] + head * of.stride[1] + row * of.stride[2]]
-                                : 0.0f;
+        return there && of.data
+                   ? static_cast<const float *>(
+                         of.data)[batch * of.stride[0] + head * of.stride[1] + (first_query(call) + row) * of.stride[2]]
+                   : 0.0f;
     };
     const float lse = value(p.lse), dlse = value(p.dlse), delta = sees ? product - dlse : 0.0f;
     if (mine) {
         auto *block = reinterpret_cast<FusedRowBlock<TileQ> *>(p.row_blocks) +
-                      (int64_t(launch_head) * p.row_block_count + row / TileQ);
+                      (int64_t(launch_head) * p.row_block_count + first_row_block(call) + row / TileQ);
         const int inside = row % TileQ, quad = inside % 8 / 2; // the lane that has it, and where
         block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
             sees && lse != -INFINITY ? lse_of_weights(lse) * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
@@ -122,7 +152,7 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
         part = sees ? -sink_weight(sink, lse) * delta : dlse;
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) part += __shfl_xor_sync(0xffffffff, part, mask);
-    if (lane == 0) p.sink_parts[int64_t(flat) * p.row_block_count * (TileQ / 16) + first / 16] = part;
+    leave_sink_part(part);
 }
 
 template <class T, int Columns, int TileQ>
@@ -137,42 +167,72 @@ template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_dropout(const __grid_constant__ DropoutRowsParams p) {
     rows_block<T, Columns, TileQ>(p);
 }
+template <class T, int Columns, int TileQ, class Params>
+__global__ void __launch_bounds__(kFusedRowsThreads)
+    fused_rows_of_sequences(const __grid_constant__ OfSequences<Params> p) {
+    rows_block<T, Columns, TileQ>(p);
+}
 
 struct FusedFinishParams {
     BackwardCall call;
     const float *sums;
     int row_block_count;      // a head
-    int done_begin, done_end; // blocks of each head whose dq is there already
+    int done_begin, done_end; // blocks of each head whose dq is there already; of sequences is_done() knows
     Gradient dq;
     float scale;
 };
 
 inline constexpr int kFusedFinishThreads = 256; // a warp for each part of a block's sums
 
-template <class T, int Columns, int TileQ>
-__global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid_constant__ FusedFinishParams p) {
+/* Whether the finish kernel has nothing to do for a block: its dq is there, or it has no row of a gradient. */
+template <int TileQ, bool Ordered>
+__device__ __forceinline__ bool is_done(const FusedFinishParams &p, const BackwardCall &, int block) {
+    return block >= p.done_begin && block < p.done_end;
+}
+template <int TileQ, bool Ordered>
+__device__ __forceinline__ bool is_done(const FusedFinishParams &, const SequenceCall &call, int block) {
+    if (first_query(call) + block * TileQ >= end_of_queries(call)) return true;
+    return Ordered && call.row_begin < call.row_end && (block + 1) * TileQ > call.row_begin &&
+           block * TileQ < call.row_end;
+}
+
+template <class T, int Columns, int TileQ, bool Ordered, class Params>
+__device__ __forceinline__ void finish_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kAcross = Columns / kColumnsOfPart; // warpgroups side by side in a block
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wg = warp / 4;
-    const int launch_head = blockIdx.x / p.row_block_count, block = blockIdx.x - launch_head * p.row_block_count;
-    if (block >= p.done_begin && block < p.done_end) return;
+    const int launch_head = blockIdx.x / p.row_block_count, place = blockIdx.x - launch_head * p.row_block_count;
+    const auto &call = call_at(p, place);
+    const int block = place - first_row_block(call);
+    if (is_done<TileQ, Ordered>(p, call, block)) return;
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int row = block * TileQ + wg / kAcross * 64 + warp % 4 * 16 + lane / 4,
               column = wg % kAcross * kColumnsOfPart;
     const auto *from = reinterpret_cast<const float4 *>(p.sums + (int64_t(blockIdx.x) * 8 + warp) * kPartElements);
     float dq[kDqCount], factor[2];
+    const bool has_sums = !kOfSequences<Params> || (!Ordered && block * TileQ < call.seq_q);
 #pragma unroll
     for (int c = 0; c < kDqCount / 4; ++c) {
-        const float4 x = from[c * 32 + lane];
+        const float4 x = has_sums ? from[c * 32 + lane] : float4{};
         dq[4 * c] = x.x, dq[4 * c + 1] = x.y, dq[4 * c + 2] = x.z, dq[4 * c + 3] = x.w;
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = row_sees(p.call, row + 8 * r) ? p.scale : 0.0f;
+    for (int r = 0; r < 2; ++r) factor[r] = row_sees(call, row + 8 * r) ? p.scale : 0.0f;
     Gradient part = p.dq;
     part.data = static_cast<char *>(part.data) + column * part.stride[3] * (part.dtype == FA_F32 ? 4 : 2);
     if (column < p.call.head_dim)
-        store_gradient<T>(part, batch, flat - batch * p.call.heads, row, p.call.seq_q, dq, factor,
-                          p.call.head_dim - column, lane);
+        store_gradient<T>(part, batch_of(call, batch), flat - batch * p.call.heads, first_query(call) + row,
+                          end_of_queries(call), dq, factor, p.call.head_dim - column, lane);
+}
+
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid_constant__ FusedFinishParams p) {
+    finish_block<T, Columns, TileQ, false>(p);
+}
+template <class T, int Columns, int TileQ, bool Ordered>
+__global__ void __launch_bounds__(kFusedFinishThreads)
+    fused_finish_of_sequences(const __grid_constant__ OfSequences<FusedFinishParams> p) {
+    finish_block<T, Columns, TileQ, Ordered>(p);
 }
 
 } // namespace fa::sm90

@@ -12,6 +12,10 @@
  * waits for no other, however few of the CTAs are resident. A tile taken well ahead would be held up for as long as the
  * one before lasts, and with it all those of its head.
  *
+ * Over sequences the same holds for each head of each sequence: sums and turns are its own, and turns count its tiles
+ * alone. These follow one another in the list, in sections of heads, those of a head from the last to the first
+ * (tell_tiles()). Spare tiles add nothing, so that nobody waits for them.
+ *
  * Two threads keep the turns of a CTA, so that no other thread takes the ways to memory and back: one waits for a
  * step's turn and opens the step, the other passes the turn on once the consumers have added their dQ. A step is
  * opened while the one before is added: with one thread for both, a turn's way there and its way back lay between
@@ -56,6 +60,14 @@ __device__ __forceinline__ void pass_turn(uint32_t *counter, uint32_t turn, int 
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(turn) : "memory");
 }
 
+/* Tiles of keys of a head. */
+__device__ __forceinline__ uint32_t key_tiles_of(const FusedParams &p, const BackwardCall &) {
+    return p.schedule.query_tiles;
+}
+__device__ __forceinline__ uint32_t key_tiles_of(const FusedParams &, const SequenceCall &call) {
+    return call.tiles[kTilesOfKeys];
+}
+
 /* Opens each step of the CTA's tiles when its turn has come. One thread. */
 template <class C> __device__ __forceinline__ void fused_open_steps(const OrderedFusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
@@ -73,19 +85,23 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
         mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
         const int tile_row = smem.tile[slot].row;
         const uint32_t tile_head = smem.tile[slot].head;
-        mbarrier_arrive(&smem.tile_empty[slot]);
+        if constexpr (!C::kSequences) mbarrier_arrive(&smem.tile_empty[slot]);
         if (tile_row < 0) break;
-        const uint32_t turn = p.schedule.query_tiles - 1 - uint32_t(tile_row) / C::kTileK;
-        const FusedWalk before = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before this one
-        const FusedWalk after = fused_walk<C>(p.call, tile_row - C::kTileK);
-        for (FusedWalk walk = fused_walk<C>(p.call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
+        const auto &call = call_of<C>(p, smem, round);
+        const uint32_t turn = key_tiles_of(p, call) - 1 - uint32_t(tile_row) / C::kTileK;
+        const FusedWalk before = fused_walk<C>(p, call, tile_row + C::kTileK); // of the tile that adds before this one
+        const FusedWalk after = fused_walk<C>(p, call, tile_row - C::kTileK);
+        const uint32_t first_block = first_row_block(call);
+        for (FusedWalk walk = fused_walk<C>(p, call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance()) {
-            const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
+            const uint32_t block =
+                (tile_head * p.call.group + walk.member) * p.row_block_count + first_block + walk.block;
             const bool first = walk.block < before.begin || walk.block >= before.end;
             const bool last = walk.block < after.begin || walk.block >= after.end;
             if (!first) wait_turn(p.turns + block, turn);
             open(block, (first ? kAddsFirst : 0) | (last ? kAddsLast : 0), turn);
         }
+        if constexpr (C::kSequences) mbarrier_arrive(&smem.tile_empty[slot]);
     }
     open(0, 0, UINT_MAX);
 }

@@ -13,6 +13,10 @@
  * At head_dim 128 turns take as long as the two products they save or longer (0.94 to 1.00 of wgmma_backward_sm90's
  * rate on an H100).
  *
+ * Over sequences (backward/sequences.cuh) two small kernels come first, that say where each lies and make its tensor
+ * maps. Row blocks, sums and turns are numbered through all sequences of a head, each sequence from a block of its own.
+ * Instances of theirs are masked: of one order they give the bits of the dense call, with a full mask too.
+ *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
  * head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their workspace does not fit.
@@ -23,7 +27,9 @@
  *           FusedConfig {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16}
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
- * @core \w+_((full|masked)_\w+|capped_bf16)
+ * @instance sequences_d{128,64}_masked_{f16,bf16} SequencesFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
+ * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
+ * @core (ordered_)?d\d+_((full|masked)_\w+|capped_bf16)
  */
 #include "sm90/fused_backward/host.cuh"
 
@@ -37,9 +43,9 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     const fa_answer answer = plan_fused(kInstances, problem, device, plan, why);
     if (answer != FA_TAKES) return answer;
     const fa_backward &p = problem->backward;
-    return (p.wants & kAll) == kAll && fused_is_faster(p.forward, device, fa_own<FusedOwn>(plan))
+    return (p.wants & kAll) == kAll && fused_is_faster(problem, device, fa_own<FusedOwn>(plan))
                ? FA_TAKES
-               : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
+               : fa_because(why, FA_DECLINES, problem->sequences.given ? FA_WHY_SEQUENCES : FA_WHY_TWO_PASSES, 0, 0, 0);
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
@@ -58,7 +64,7 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
 };

@@ -9,6 +9,7 @@ import pytest
 from tests.kernels.models.protocol import Violation, all_schedules, random_schedules, slowest_actors
 from tests.kernels.models.protocol_backward import Backward, KeyTile, QueryTile, key_tiles, keys_model, queries_model, query_tiles
 from tests.kernels.models.protocol_pair import pair_model
+from tests.kernels.models.protocol_told import Told, told_model
 from tests.kernels.models.protocol_turns import Turns, turns_model
 from tests.kernels.models.protocol_wide import wide_model
 
@@ -257,6 +258,7 @@ BLOCKS = {
     "two heads": ((3,), (7,), (2, 3), (6, 7), (1, 2, 3), (5, 6, 7)),
     "window": ((2, 3), (1, 2), (0, 1), (0,)),
     "unseen": ((3,), (), (1, 2, 3)),
+    "sequences": ((1,), (0, 1), (), (2,), (), (4,), (6,), (3, 4), (5, 6)),  # of two tiles, of none, of one; of two heads
 }
 
 
@@ -293,3 +295,26 @@ def test_turns_with_a_planted_mistake_are_rejected(mistake: str, kinds: set[str]
         shape = replace(shape, ctas=((0, 3), (1, 2)))
     violation = slowest_actors(turns_model(shape))
     assert found(violation, kinds), str(violation)
+
+
+# ---- tiles of sequences, told to the fused kernel ----
+
+
+@pytest.mark.parametrize("tiles", [(), (0,), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (5, 0, 1), (2, 3, 0, 0, 4, 1), (1, 0, 7, 1)])
+@pytest.mark.parametrize("ring", [2, 3])
+def test_told_tiles_are_sound(tiles: tuple[int, ...], ring: int) -> None:
+    model = told_model(Told(tiles, ring))
+    assert (violation := slowest_actors(model)) is None, str(violation)
+    assert random_schedules(model, 20, ring) is None
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (0, 1), (3,)])
+def test_told_tiles_in_every_schedule(tiles: tuple[int, ...]) -> None:
+    explored = all_schedules(told_model(Told(tiles, warps=1)), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+@pytest.mark.parametrize("mistake", ["no tile_empty", "tile by one", "tile early"])
+def test_told_tiles_with_a_planted_mistake_are_rejected(mistake: str) -> None:
+    shape = Told((1, 0, 0, 3, 1, 1, 0, 2), mistakes=frozenset({mistake}))
+    assert found(slowest_actors(told_model(shape)), {"behind", "order", "wrong phase"})
