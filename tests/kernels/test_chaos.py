@@ -84,6 +84,7 @@ SEQUENCES = [
     sequences(LENGTHS, LENGTHS, 6, 3, 256),
     sequences(LENGTHS[:10], LENGTHS[9::-1], 8, 8, 256, q="padded", k="padded", layout="bhsd", causal="top_left", softcap=30.0),
     sequences(LENGTHS, LENGTHS, 6, 6, 192, head_dim_v=128),
+    sequences(LENGTHS[:10], LENGTHS[:10], 12, 12, 192, "float16"),
     sequences(LENGTHS, LENGTHS, 6, 6, 96, sinks=True),
     sequences(LENGTHS, LENGTHS, 6, 6, 64, dropout=(0.1, 3)),
 ]
