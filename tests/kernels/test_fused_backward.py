@@ -295,6 +295,23 @@ def test_equal_bits_on_a_gpu(request, case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, deterministic", [(64, True), (64, False), (128, False)])
+@pytest.mark.parametrize("options", [{"causal": "bottom_right", "sinks": True}, {}, {"window": (300, 40), "q": "padded", "layout": "bhsd"}])
+def test_sequences_on_a_gpu(request, head_dim, deterministic, options):
+    """More tiles than multiprocessors, of sequences of all lengths; in order the same bits again."""
+    if reason := gradients.absent(NAME):
+        pytest.skip(reason)
+    n_q, n_k = (0, 1, 900, 128, 129, 2000, 34, 500, 0, 700), (3, 0, 1100, 128, 257, 1500, 34, 64, 9, 700)
+    common = dict(heads=16, heads_kv=8, head_dim=head_dim, dtype="bfloat16", operation="backward", k="packed")
+    problem = gradients.make(Case.sequences(n_q, n_k, **common | options, deterministic=deterministic))
+    first = gradients.run(NAME, problem)
+    report = gradients.judged(NAME, problem, first)
+    assert report, report
+    for _ in range(request.config.getoption("--repeats") if deterministic else 0):
+        assert not differ(gradients.run(NAME, problem), first)
+
+
+@pytest.mark.gpu
 def test_a_graph_clears_turns():
     """Each replay begins with the turns of none."""
     torch = pytest.importorskip("torch")
