@@ -133,9 +133,9 @@ __device__ __forceinline__ const CUtensorMap *map_of(const Params &, const Seque
 
 /* ---- tiles ---- */
 
-/* When a block takes its next tile: as the one before begins, or earlier where tiles are short; where the producer
- * wants it; or there, the first one from the counter too, and of each head from the last tile to the first. */
-enum Taking { kTakenAhead, kTakenLate, kTakenInTurns };
+/* When a block takes its next tile: as the one before begins, or earlier where tiles are short; or where the producer
+ * wants it, the first one from the counter too, and of each head from the last tile to the first. */
+enum Taking { kTakenAhead, kTakenInTurns };
 
 /* Tells the block its tiles of `Rows` rows. One thread. */
 template <Tiling kTiling, int Rows, Taking kTaking = kTakenAhead, class Smem>

@@ -48,9 +48,6 @@ template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfi
 template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kDropout = true;
 };
-template <class T, int HeadDim, int Kind> struct SequencesFusedConfig : FusedConfig<T, HeadDim, Kind> {
-    static constexpr bool kSequences = true;
-};
 template <class T, int HeadDim, int Kind> struct OrderedSequencesFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kSequences = true;
 };

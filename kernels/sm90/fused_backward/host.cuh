@@ -122,7 +122,7 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
 
 /* Over sequences: the widest head_dim at which calls in one order come here. What decides there are the dtype, the
  * heads and the options alone, so that a sequence has its bits in every batch. */
-constexpr int kSequencesHeadDim = 0;
+constexpr int kSequencesHeadDim = 64;
 
 /* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
  * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
@@ -152,9 +152,9 @@ const Instance *find_instance(const Instance (&instances)[N], const fa_problem *
         return instance_for(instances, f.head_dim, backward_kind(f), f.dtype,
                             [=](const Instance &i) { return i.ordered == ordered && i.sequences == sequences; });
     };
-    const bool ordered = p.ordered || (!sequences && f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
+    const bool ordered = p.ordered || sequences || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
     const Instance *found = find(ordered);
-    return found || p.ordered ? found : find(!ordered);
+    return found || p.ordered || sequences ? found : find(!ordered);
 }
 
 template <size_t N>

@@ -18,11 +18,12 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
         return fa_start(finish, work.finish_blocks, kFusedFinishThreads, 0, launch, finish_params);
     };
     if constexpr (C::kSequences) {
-        using Rows = std::conditional_t<C::kOrdered, OrderedRowsParams, FusedRowsParams>;
-        using Fused = std::conditional_t<C::kOrdered, OrderedFusedParams, FusedParams>;
+        static_assert(C::kOrdered);
+        using Rows = OrderedRowsParams;
+        using Fused = OrderedFusedParams;
         return run(fused_rows_of_sequences<T, kHeadDim, kTileQ, Rows>, OfSequences<Rows>{work.rows, work.row_list},
                    backward_fused_of_sequences<C, Fused>, OfSequences<Fused>{work.fused, work.key_list},
-                   fused_finish_of_sequences<T, kHeadDim, kTileQ, C::kOrdered>,
+                   fused_finish_of_sequences<T, kHeadDim, kTileQ>,
                    OfSequences<FusedFinishParams>{work.finish, work.row_list});
     } else {
         constexpr auto kFinish = fused_finish<T, kHeadDim, kTileQ>;

@@ -218,8 +218,7 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
         registers_lower<C::kProducerRegisters>();
         const int warp = threadIdx.x / 32;
         if constexpr (C::kSequences)
-            if (warp == 3 && elect_one())
-                tell_tiles<kTilesOfKeys, C::kTileK, C::kOrdered ? kTakenInTurns : kTakenLate>(p.list, smem);
+            if (warp == 3 && elect_one()) tell_tiles<kTilesOfKeys, C::kTileK, kTakenInTurns>(p.list, smem);
         if constexpr (C::kOrdered) {
             if (warp == 1 && elect_one()) fused_open_steps<C>(p, smem);
             if (warp == 2 && elect_one()) fused_pass_turns<C>(p, smem);

@@ -185,32 +185,30 @@ struct FusedFinishParams {
 inline constexpr int kFusedFinishThreads = 256; // a warp for each part of a block's sums
 
 /* Whether the finish kernel has nothing to do for a block: its dq is there, or it has no row of a gradient. */
-template <int TileQ, bool Ordered>
+template <int TileQ>
 __device__ __forceinline__ bool is_done(const FusedFinishParams &p, const BackwardCall &, int block) {
     return block >= p.done_begin && block < p.done_end;
 }
-template <int TileQ, bool Ordered>
+template <int TileQ>
 __device__ __forceinline__ bool is_done(const FusedFinishParams &, const SequenceCall &call, int block) {
     if (first_query(call) + block * TileQ >= end_of_queries(call)) return true;
-    return Ordered && call.row_begin < call.row_end && (block + 1) * TileQ > call.row_begin &&
-           block * TileQ < call.row_end;
+    return call.row_begin < call.row_end && (block + 1) * TileQ > call.row_begin && block * TileQ < call.row_end;
 }
 
-template <class T, int Columns, int TileQ, bool Ordered, class Params>
-__device__ __forceinline__ void finish_block(const Params &p) {
+template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void finish_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kAcross = Columns / kColumnsOfPart; // warpgroups side by side in a block
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wg = warp / 4;
     const int launch_head = blockIdx.x / p.row_block_count, place = blockIdx.x - launch_head * p.row_block_count;
     const auto &call = call_at(p, place);
     const int block = place - first_row_block(call);
-    if (is_done<TileQ, Ordered>(p, call, block)) return;
+    if (is_done<TileQ>(p, call, block)) return;
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int row = block * TileQ + wg / kAcross * 64 + warp % 4 * 16 + lane / 4,
               column = wg % kAcross * kColumnsOfPart;
     const auto *from = reinterpret_cast<const float4 *>(p.sums + (int64_t(blockIdx.x) * 8 + warp) * kPartElements);
     float dq[kDqCount], factor[2];
-    const bool has_sums = !kOfSequences<Params> || (!Ordered && block * TileQ < call.seq_q);
+    constexpr bool has_sums = !kOfSequences<Params>; // else the last to add has made dq of them, and the rest is 0
 #pragma unroll
     for (int c = 0; c < kDqCount / 4; ++c) {
         const float4 x = has_sums ? from[c * 32 + lane] : float4{};
@@ -227,12 +225,12 @@ __device__ __forceinline__ void finish_block(const Params &p) {
 
 template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid_constant__ FusedFinishParams p) {
-    finish_block<T, Columns, TileQ, false>(p);
+    finish_block<T, Columns, TileQ>(p);
 }
-template <class T, int Columns, int TileQ, bool Ordered>
+template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedFinishThreads)
     fused_finish_of_sequences(const __grid_constant__ OfSequences<FusedFinishParams> p) {
-    finish_block<T, Columns, TileQ, Ordered>(p);
+    finish_block<T, Columns, TileQ>(p);
 }
 
 } // namespace fa::sm90

@@ -27,9 +27,8 @@
  *           FusedConfig {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16}
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
- * @instance sequences_d{128,64}_masked_{f16,bf16} SequencesFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
- * @core (ordered_)?d\d+_((full|masked)_\w+|capped_bf16)
+ * @core (ordered_)?d\d+_((full|masked)_\w+|capped_bf16) sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
 
