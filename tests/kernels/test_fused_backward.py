@@ -138,9 +138,9 @@ def test_one_order_of_sequences(emulated, monkeypatch, case):
 
 
 @on_emulator
-@pytest.mark.parametrize("head_dim", [64, 104])
+@pytest.mark.parametrize("head_dim", [64, 40])
 @pytest.mark.parametrize("case", SEQUENCES)
-def test_sequences_in_any_order(emulated, monkeypatch, case, head_dim):
+def test_sequences_that_ask_for_no_order(emulated, monkeypatch, case, head_dim):
     for seed, blocks, together in RUNS[1:4]:
         for name, value in (("SEED", seed), ("SMS", blocks), ("TOGETHER", together)):
             monkeypatch.setenv(f"FA_EMULATOR_{name}", str(value))
@@ -204,7 +204,7 @@ def test_without_dout_or_dlse(emulated, dout):
 
 @on_emulator
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [64, 104])
+@pytest.mark.parametrize("head_dim", [64, 40])
 def test_accumulate_adds_before_it_rounds(emulated, kind, head_dim):
     case = Case.parse(f"B1,H4/2,S133x150,D{head_dim},bfloat16,causal=bottom_right,sinks=same")
     kernel, rng, wrt = emulated(), np.random.default_rng(1), ("q", "k", "v", "sinks")
@@ -295,7 +295,7 @@ def test_equal_bits_on_a_gpu(request, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim, deterministic", [(64, True), (64, False), (128, False)])
+@pytest.mark.parametrize("head_dim, deterministic", [(64, True), (40, False)])
 @pytest.mark.parametrize("options", [{"causal": "bottom_right", "sinks": True}, {}, {"window": (300, 40), "q": "padded", "layout": "bhsd"}])
 def test_sequences_on_a_gpu(request, head_dim, deterministic, options):
     """More tiles than multiprocessors, of sequences of all lengths; in order the same bits again."""

@@ -145,6 +145,7 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
                   (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim_v, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    if (sequences && pair && f.softcap > 0) return fa_because(why, FA_REFUSES, FA_WHY_FEATURES, FA_WITH_SOFTCAP, 0, 0);
     const Instance *found =
         instance_for(kInstances, f.head_dim, backward_kind(f), f.dtype, [pair, sequences](const Instance &i) {
             return pair == (i.head_dim != i.head_dim_v) && i.sequences == sequences;

@@ -120,10 +120,6 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
            kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
 }
 
-/* Over sequences: the widest head_dim at which calls in one order come here. What decides there are the dtype, the
- * heads and the options alone, so that a sequence has its bits in every batch. */
-constexpr int kSequencesHeadDim = 64;
-
 /* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
  * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
  * long. */
@@ -131,7 +127,7 @@ constexpr int kSequencesHeadDim = 64;
                                              const FusedOwn &own) {
     constexpr int kNarrow = 96;
     const fa_forward &f = problem->backward.forward;
-    if (problem->sequences.given) return f.head_dim <= kSequencesHeadDim;
+    if (problem->sequences.given) return true; // in any batch, so that a sequence has its bits in every one
     if (own.columns > kOrderedHeadDim ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128)
         return false;
     if (own.ordered) return turns_are_short(f, device);
@@ -182,6 +178,9 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     if (p.ordered && f.head_dim > kOrderedHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kOrderedHeadDim, 0, 0);
+    if (sequences && f.head_dim > kOrderedHeadDim)
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kOrderedHeadDim, 0, 0);
+    if (sequences && f.softcap > 0) return fa_because(why, FA_REFUSES, FA_WHY_FEATURES, FA_WITH_SOFTCAP, 0, 0);
     const Instance *found = find_instance(instances, problem, device);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.instance = int(found - instances);

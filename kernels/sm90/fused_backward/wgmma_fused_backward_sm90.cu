@@ -44,7 +44,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     const fa_backward &p = problem->backward;
     return (p.wants & kAll) == kAll && fused_is_faster(problem, device, fa_own<FusedOwn>(plan))
                ? FA_TAKES
-               : fa_because(why, FA_DECLINES, problem->sequences.given ? FA_WHY_SEQUENCES : FA_WHY_TWO_PASSES, 0, 0, 0);
+               : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
