@@ -32,7 +32,6 @@ struct alignas(16) SequenceCall {
     int first_tile[kTilesOfKeys + 1];    // its first one of a head
     int tiles[kTilesOfKeys + 1];         // how many have rows
     int section_heads[kTilesOfKeys + 1]; // heads, or kv heads, walked together
-    int unused[2];
 };
 static_assert(sizeof(SequenceCall) % 16 == 0, "copied 16 bytes at a time");
 
