@@ -24,6 +24,17 @@ STATE = "dropout_state"
 IDS = "segment_ids"
 
 
+def operand_pair(keyword, pair, names, accepted):
+    """The two operands behind a keyword that takes a pair of arrays, by name."""
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(f"{keyword} has type {type(pair).__name__}; accepted: {accepted}")
+    if len(pair) != 2:
+        raise ValueError(f"{keyword} has {len(pair)} items; accepted: {accepted}")
+    if keyword == "segments" and any(x is None for x in pair):
+        raise TypeError(f"segments has an item of None; accepted: {accepted}")
+    return dict(zip(names, pair, strict=True))
+
+
 class Axis(NamedTuple):
     name: str
     one: bool  #: its extent may be 1 in place of its own

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kernels
-from .._operands import OPERANDS, OPTIONS, SEQUENCES
+from .._operands import OPERANDS, OPTIONS, SEQUENCES, operand_pair
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _ANY_FLOAT = "float16, bfloat16, float32, and float64 on the CPU"
@@ -65,13 +65,7 @@ def indices(pairs, given):
         if pair is None:
             continue
         names, said, accepted = _PAIRS[keyword]
-        if not isinstance(pair, (tuple, list)):
-            raise TypeError(f"{keyword} has type {type(pair).__name__}; accepted: {accepted}")
-        if len(pair) != 2:
-            raise ValueError(f"{keyword} has {len(pair)} items; accepted: {accepted}")
-        if keyword == "segments" and any(x is None for x in pair):
-            raise TypeError(f"segments has an item of None; accepted: {accepted}")
-        given = given | dict(zip(names, pair, strict=True))
+        given = given | operand_pair(keyword, pair, names, accepted)
         words |= zip(names, said, strict=True)
     return {name: index(words.get(name, name), given[name]) for name in SEQUENCES if given.get(name) is not None}
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._operands import DIFFERENTIABLE, OPTIONS, SEQUENCES, STATE
+from .._operands import DIFFERENTIABLE, OPTIONS, SEQUENCES, STATE, operand_pair
 
 #: The tensors of a dense call besides q, k and v, in the order of the operators' arguments.
 OTHERS = (STATE, *OPTIONS)
@@ -170,15 +170,8 @@ def with_pairs(given):
 
 
 def _pair(keyword, pair):
-    """The two operands behind a keyword, by name."""
     names, accepted = _PAIRS[keyword]
-    if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{keyword} has type {type(pair).__name__}; accepted: {accepted}")
-    if len(pair) != 2:
-        raise ValueError(f"{keyword} has {len(pair)} items; accepted: {accepted}")
-    if keyword == "segments" and any(x is None for x in pair):
-        raise TypeError(f"segments has an item of None; accepted: {accepted}")
-    return dict(zip(names, pair, strict=True))
+    return operand_pair(keyword, pair, names, accepted)
 
 
 def index_arrays(k_range, segments, given, through_op=True):

@@ -39,9 +39,7 @@ struct KeysParams {
     const char *row_blocks;
     int row_block_count; // a head
 };
-struct SequenceKeysParams : KeysParams { // whose maps say nothing
-    SequenceList list;                   // a "head" is a kv head of the launch
-};
+using SequenceKeysParams = OfSequences<KeysParams>; // a "head" of the list is a kv head of the launch
 
 template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const KeysParams &p, const BackwardCall &) {
     return kMap == kMapOfQ ? &p.q : kMap == kMapOfDout ? &p.dout : kMap == kMapOfTileK ? &p.k : &p.v;

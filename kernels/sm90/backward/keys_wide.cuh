@@ -15,8 +15,9 @@
  * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of q_full, dout_full and tile_full all warps
  * wait, of k_full those of the first warpgroup, of v_full those of the second; the next phase of each ends after the
  * same phase of its `empty`, where each of these warps arrives for itself, past its own wait. Of those only the
- * producer's thread waits. weights_full and weights_empty join a warp to the one with its number in the other
- * warpgroup, and each of the two waits in every phase before it allows the next.
+ * producer's thread waits; over sequences tiles are told by another, as in queries.cuh. weights_full and weights_empty
+ * join a warp to the one with its number in the other warpgroup, and each of the two waits in every phase before it
+ * allows the next.
  *
  * Why every wait ends, with two stages of Q and one of dO: take S(0), dP(0), then for each n P(n), dV(n), dT(n),
  * dK(n), S(n + 1), dP(n + 1), and Q(n) and dO(n), which the producer loads in turns, before S(n) and dP(n). Each waits

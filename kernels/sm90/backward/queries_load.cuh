@@ -31,9 +31,7 @@ struct QueriesParams {
     fa_dtype sinks_dtype;
     float *sink_parts; // [head of the call][tile][warp], sums over 16 queries; NULL: dsinks is not wanted
 };
-struct SequenceQueriesParams : QueriesParams { // whose maps say nothing
-    SequenceList list;                         // a "head" is a query head of the launch
-};
+using SequenceQueriesParams = OfSequences<QueriesParams>; // a "head" of the list is a query head of the launch
 
 template <MapOf kMap>
 __device__ __forceinline__ const CUtensorMap *map_of(const QueriesParams &p, const BackwardCall &) {
