@@ -137,6 +137,7 @@ typedef struct fa_options {
     double scale;
     double softcap;
     int64_t window_left, window_right; /* FA_UNBOUNDED for None */
+    int64_t max_seqlen_q;              /* the same */
     fa_dropout dropout;
     fa_layout layout;
     fa_causal causal;
@@ -456,7 +457,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 6
+#define FA_KERNEL_ABI 7
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

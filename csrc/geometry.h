@@ -36,13 +36,14 @@ typedef struct fa_pages {
     int64_t size;         /* keys a page */
 } fa_pages;
 
-/* The sequences of a call; all 0 in a dense call. */
+/* The sequences of a call; all 0 in a dense call, but most_q. */
 typedef struct fa_sequences {
     fa_lengths q, k; /* of paged keys k.rows is width * size */
     fa_pages pages;
     const int32_t *begin, *end; /* (B): only keys [begin, end) take part; NULL: no bound */
     const int32_t *positions;   /* (T) or (B, Sq): where the queries stand among the keys; NULL: by the diagonal */
     int64_t positions_stride;   /* of the batch; 0 for packed q */
+    int64_t most_q;             /* queries that a sequence has at most, by the caller's promise; FA_UNBOUNDED: none */
     bool given;                 /* the call says any of this, or its q has three axes */
     bool packed_q, packed_k;    /* q, or k and v, have one axis of rows for all sequences */
     bool top_left;              /* query i stands at i, not at i + seq_k - seq_q */
@@ -137,10 +138,13 @@ FA_INLINE const int32_t *fa_words_from(const fa_sequences *s, int n) {
     return n == 0 ? s->q.used : n == 1 ? s->k.used : n == 2 ? s->begin : s->end;
 }
 
+/* How many of `room` rows the queries of a sequence may take. */
+FA_INLINE int64_t fa_room_q(const fa_sequences *s, int64_t room) { return room < s->most_q ? room : s->most_q; }
+
 /* Sequence b, whose rows are known, by the words that were read of it. */
 FA_INLINE fa_entry fa_entry_by(const fa_sequences *s, const fa_words *words, int64_t b, fa_span rows_q,
                                fa_span rows_k) {
-    const int64_t room_q = rows_q.end - rows_q.begin, room_k = rows_k.end - rows_k.begin;
+    const int64_t room_q = fa_room_q(s, rows_q.end - rows_q.begin), room_k = rows_k.end - rows_k.begin;
     fa_entry e;
     e.seq_q = s->q.used ? fa_clamp(words->used_q, 0, room_q) : room_q;
     e.seq_k = s->k.used ? fa_clamp(words->used_k, 0, room_k) : room_k;

@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final, overload
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 
@@ -63,6 +63,7 @@ def attention(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -95,6 +96,7 @@ def attention(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -127,6 +129,7 @@ def attention(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -159,6 +162,7 @@ def attention(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -190,6 +194,7 @@ def explain(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -222,6 +227,7 @@ def answers(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -419,6 +425,7 @@ def workspace_size(
     alibi: Any = None,
     cu_seqlens_q: Any = None,
     seqlens_q: Any = None,
+    max_seqlen_q: SupportsIndex | None = None,
     cu_seqlens_k: Any = None,
     seqlens_k: Any = None,
     page_table: Any = None,
@@ -456,7 +463,7 @@ def to_numpy(array: Any, /) -> np.ndarray[Any, Any]: ...
 def time_launches(count: int, /, q: Any, k: Any, v: Any, **options: Any) -> float: ...
 def xla_workspace(
     backward: bool, device: int, arrays: dict[str, tuple[str, tuple[int, ...]]],
-    options: tuple[int, int, int, int, float, float, int, int, int, float], kernel: str, /,
+    options: tuple[int, int, int, int, float, float, int, int, int, int, float], kernel: str, /,
 ) -> int: ...
 xla_nothing: Any
 def loaded() -> dict[str, tuple[str, str]]: ...

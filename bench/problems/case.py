@@ -29,7 +29,7 @@ ACCEPTED = {
 }  # fmt: skip
 #: Options that cases of sequences cannot have, and those that they alone have.
 NOT_OF_SEQUENCES = ("bias", "mask", "strides", "values")
-OF_SEQUENCES = ("k_range", "positions", "segments")
+OF_SEQUENCES = ("k_range", "positions", "segments", "max_seqlen_q")
 
 
 def itemsize(dtype: str) -> int:
@@ -55,7 +55,8 @@ class Case:
 
     lengths and storage are those of sequences; batch, seq_q and seq_k follow from them: how many there are, and the longest.
     Sequences have sinks of one kind (True), alibi "heads" or "batch", k_range, positions: the default ones ("same"), moved
-    by a constant, or random, and padded ones segments: few ids in no order.
+    by a constant, or random, and padded ones segments: few ids in no order. Packed queries may have max_seqlen_q, which no
+    sequence is longer than.
     """
 
     batch: int = 1
@@ -81,6 +82,7 @@ class Case:
     k_range: bool = False
     positions: str | None = None
     segments: bool = False
+    max_seqlen_q: int | None = None
     logits: tuple[str, int] | None = None
     seed: int = 0
     operation: str | None = None  #: attention, of sequences serving
@@ -120,6 +122,11 @@ class Case:
             raise ValueError(f"alibi is {self.alibi!r}; accepted: heads, batch")
         if self.segments and (self.storage.q, self.storage.k) != ("padded", "padded"):
             raise ValueError("segments are of q=padded and k=padded")
+        if self.max_seqlen_q is not None:
+            if self.storage.q != "packed" or self.operation != "serving":
+                raise ValueError("max_seqlen_q is of q=packed and operation=serving")
+            if self.max_seqlen_q < self.seq_q:
+                raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}; accepted: the longest sequence's {self.seq_q} queries or more")
         accepted = OPERATIONS_OF_SEQUENCES if self.lengths else OPERATIONS
         if self.operation not in accepted:
             raise ValueError(f"operation is {self.operation!r}; accepted here: {', '.join(accepted)}")
@@ -282,7 +289,7 @@ class Case:
 
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        names = ("causal", "window", "softcap", "dropout", "scale", "deterministic", "accumulate")
+        names = ("causal", "window", "softcap", "dropout", "scale", "max_seqlen_q", "deterministic", "accumulate")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         found = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
         if self.layout != "bhsd":
@@ -342,9 +349,9 @@ def _option(name: str, value: str):
             return (float(first) if name == "dropout" else magnitudes.known(first)), int(second)
         if accepted:
             return {"True": True, "False": False}.get(value, value)
-        return {"seed": int, "parts": int, "softcap": float, "scale": float}.get(name, str)(value)
+        return {"seed": int, "parts": int, "max_seqlen_q": int, "softcap": float, "scale": float}.get(name, str)(value)
     except ValueError:
-        kind = {"window": "left:right, each a number or none", "seed": "a whole number",
+        kind = {"window": "left:right, each a number or none", "seed": "a whole number", "max_seqlen_q": "a whole number",
                 "dropout": "p:seed, a number and a whole number",
                 "logits": f"kind:exponent, one of {', '.join(magnitudes.KINDS)} and a whole number"}.get(name, "a number")  # fmt: skip
         raise ValueError(f"{name} is {value!r}; accepted: {kind}") from None

@@ -195,7 +195,7 @@ static fa_code read_options(const fa_ext_options *given, fa_options *options, co
     fa_ext_options read = {.size = sizeof read};
     memset(options, 0, sizeof *options);
     if (given) FA_TRY(fa_capi_struct("fa_ext_options", given, least, &read, sizeof read, status));
-    if (read.given & ~(uint32_t)(FA_EXT_SCALE | FA_EXT_WINDOW_LEFT | FA_EXT_WINDOW_RIGHT))
+    if (read.given & ~(uint32_t)(FA_EXT_SCALE | FA_EXT_WINDOW_LEFT | FA_EXT_WINDOW_RIGHT | FA_EXT_MAX_SEQLEN_Q))
         return fa_fail(status, FA_EVALUE, "options.given is %#x; accepted: bits of fa_ext_given", (unsigned)read.given);
     if (read.causal < FA_EXT_CAUSAL_NONE || read.causal > FA_EXT_CAUSAL_BOTTOM_RIGHT)
         return fa_fail(status, FA_EVALUE, "options.causal is %d; accepted: a value of fa_ext_causal, %d to %d",
@@ -206,6 +206,9 @@ static fa_code read_options(const fa_ext_options *given, fa_options *options, co
     options->softcap = read.softcap;
     options->window_left = read.given & FA_EXT_WINDOW_LEFT ? read.window_left : FA_UNBOUNDED;
     options->window_right = read.given & FA_EXT_WINDOW_RIGHT ? read.window_right : FA_UNBOUNDED;
+    options->max_seqlen_q = FA_UNBOUNDED;
+    if (read.given & FA_EXT_MAX_SEQLEN_Q)
+        options->max_seqlen_q = read.max_seqlen_q < FA_UNBOUNDED ? read.max_seqlen_q : FA_UNBOUNDED - 1;
     options->causal = (fa_causal)read.causal;
     options->has_layout = true;
     options->batch_invariant = read.batch_invariant != 0;
@@ -265,6 +268,9 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
     const void *state;
     FA_TRY(GROWN_STRUCT(fa_ext_backward, unordered, arguments, &given, status));
     FA_TRY(read_options(given.options, &forward->options, &state, status));
+    if (forward->options.max_seqlen_q != FA_UNBOUNDED)
+        return fa_fail(status, FA_EVALUE,
+                       "options.max_seqlen_q is given to a backward call; accepted: in forward calls alone");
     FA_TRY(read_check(given.check, given.reserved, c, status));
     FA_TRY(read_arrays(&given, c, forward, views, status));
     FA_TRY(read_gradients(&given, c, &request, gradients, status));

@@ -82,11 +82,10 @@ fa_code fa_faults_check(const fa_faults *faults, fa_status *status) {
         if (!count) continue;
         switch ((fa_fault_kind)kind) {
         case FA_FAULT_length:
-            return fa_fail(
-                status, FA_EVALUE,
-                "seqlens_%c of sequence %lld leads to %lld, which is negative or more than its storage holds "
-                "(%lld such in all)",
-                of, sequence, value, count);
+            return fa_fail(status, FA_EVALUE,
+                           "seqlens_%c of sequence %lld leads to %lld, which is negative or more than its storage%s "
+                           "(%lld such in all)",
+                           of, sequence, value, f->index ? " holds" : " or max_seqlen_q has room for", count);
         case FA_FAULT_cu_seqlens:
             return fa_fail(status, FA_EVALUE,
                            "cu_seqlens_%c[%lld] is %lld, which is below an earlier one, or outside the rows there are "

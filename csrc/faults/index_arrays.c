@@ -21,14 +21,16 @@ bool fa_contents_given(const fa_problem *problem) {
            (problem->op != FA_MERGE && problem->sequences.given);
 }
 
-/* Adds those in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
-static void length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
+/* Adds those in the lengths and starts of sequence b, whose rows fa_rows_of() has, `most` of them at most for use;
+ * `index` as in fa_fault. */
+static void length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t most, int64_t index,
+                          fa_faults *faults) {
     for (int64_t n = b == 0 ? 0 : b + 1; lengths->starts && n <= b + 1; n++) {
         const int64_t start = fa_index(lengths->starts, n);
         if (start != (n == b + 1 ? rows.end : rows.begin)) fa_fault_add(faults, FA_FAULT_cu_seqlens, n, index, start);
     }
     const int64_t room = rows.end - rows.begin, used = lengths->used ? fa_index(lengths->used, b) : room;
-    if (used < 0 || used > room) fa_fault_add(faults, FA_FAULT_length, b, index, used);
+    if (used < 0 || used > room || used > most) fa_fault_add(faults, FA_FAULT_length, b, index, used);
 }
 
 /* Reads lengths, starts, and the entries of the table for keys that a query may see. */
@@ -40,8 +42,8 @@ static void attention_faults(const fa_problem *problem, fa_faults *faults) {
     for (int64_t b = 0; b < p->batch && s->given; b++) {
         const fa_span q = fa_rows_of(&s->q, b, end_q, s->packed_q), k = fa_rows_of(&s->k, b, end_k, s->packed_k);
         end_q = q.end, end_k = k.end;
-        length_faults(&s->q, b, q, 0, faults);
-        length_faults(&s->k, b, k, 1, faults);
+        length_faults(&s->q, b, q, s->most_q, 0, faults);
+        length_faults(&s->k, b, k, FA_UNBOUNDED, 1, faults);
         if (!pages->table) continue;
         const fa_entry entry = fa_entry_of(s, b, q, k);
         const fa_span seen = fa_entry_keys(&entry, p->left, p->right);
@@ -64,7 +66,7 @@ static void append_faults(const fa_problem *problem, fa_faults *faults) {
         const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
         const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
         int64_t column = -1; /* the last whose page was bad */
-        length_faults(&s->q, b, rows, 0, faults);
+        length_faults(&s->q, b, rows, s->most_q, 0, faults);
         for (int64_t t = 0; t < count; t++) {
             const fa_token token = fa_token_of_sequence(&p->slots, s, b, rows.begin, count, t);
             if (token.fault == FA_FAULT_COUNT || (token.fault == FA_FAULT_page && token.index == column)) continue;

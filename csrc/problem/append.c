@@ -259,6 +259,7 @@ fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, f
     problem->threads = first->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     p->dtype = p->rotary_dtype = first->dtype;
     p->interleaved = request->interleaved;
+    problem->sequences.most_q = FA_UNBOUNDED;
     FA_TRY(check_given(request, status));
     FA_TRY(check_kv(FIRST, first, true, first, status));
     FA_TRY(check_kv("k", r->k, false, first, status));

@@ -288,7 +288,7 @@ static uint32_t features_of(const fa_problem *problem) {
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
     const bool sequences = fa_sequences_given(request);
-    problem->sequences = (fa_sequences){0};
+    problem->sequences = (fa_sequences){.most_q = FA_UNBOUNDED};
     problem->workspace = NULL;
     problem->faults = NULL;
     problem->stopped = NULL;

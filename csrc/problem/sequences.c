@@ -5,7 +5,8 @@
 #include "problem/operands.h"
 
 bool fa_sequences_given(const fa_request *request) {
-    return request->q->ndim == 3 || request->k->ndim == 3 || fa_request_has(request, FA_ROLE_INDEX);
+    return request->q->ndim == 3 || request->k->ndim == 3 || fa_request_has(request, FA_ROLE_INDEX) ||
+           request->options.max_seqlen_q != FA_UNBOUNDED;
 }
 
 uint32_t fa_sequences_features(const fa_sequences *s) {
@@ -51,6 +52,16 @@ static fa_code check_storage(const fa_request *request, fa_status *status) {
             "cu_seqlens_k is given, but k has shape %s; accepted: packed k and v, (tokens, heads_kv, head_dim)",
             fa_show_shape(k->shape, k->ndim).text);
     return FA_OK;
+}
+
+static fa_code check_promise(const fa_request *request, fa_status *status) {
+    const int64_t most = request->options.max_seqlen_q;
+    if (most < 0) return fa_fail(status, FA_EVALUE, "max_seqlen_q is %lld; accepted: an int >= 0", (long long)most);
+    if (most == FA_UNBOUNDED || request->cu_seqlens_q) return FA_OK;
+    return fa_fail(status, FA_EVALUE,
+                   "max_seqlen_q is %lld, but q has shape %s and there is no cu_seqlens_q; accepted with max_seqlen_q: "
+                   "packed q, (tokens, heads, head_dim), with cu_seqlens_q",
+                   (long long)most, fa_show_shape(request->q->shape, request->q->ndim).text);
 }
 
 /* Whether there is nothing to sequences but segments, so that all of them are as long as their arrays. */
@@ -187,6 +198,7 @@ static fa_code read_segments(const fa_request *request, fa_forward *p, fa_status
 }
 
 fa_code fa_sequences_check(const fa_request *request, fa_status *status) {
+    FA_TRY(check_promise(request, status));
     FA_TRY(check_storage(request, status));
     FA_TRY(check_segments(request, status));
     return check_meaning(request, status);
@@ -213,5 +225,6 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
     FA_TRY(read_segments(request, p, status));
     s->q.rows = p->seq_q;
     s->k.rows = p->seq_k;
+    s->most_q = request->options.max_seqlen_q;
     return FA_OK;
 }

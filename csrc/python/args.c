@@ -85,14 +85,38 @@ fa_code fa_read_scale(const char *name, PyObject *value, void *field, fa_status 
     return read_number(name, value, "a finite number, or None for 1/sqrt(head_dim)", field, status);
 }
 
-static fa_code refuse_window_side(const char *name, PyObject *number, fa_status *status) {
+static fa_code refuse_negative(const char *name, PyObject *number, const char *accepted, fa_status *status) {
     char buffer[160];
     PyObject *shown = PyObject_Str(number); /* fails beyond sys.get_int_max_str_digits() */
     if (!shown) PyErr_Clear();
-    fa_fail(status, FA_EVALUE, "%s bound is %.200s; accepted: an int >= 0, or None for unbounded (not -1)", name,
-            shown ? fa_shown(shown, buffer) : "a negative number of thousands of digits");
+    fa_fail(status, FA_EVALUE, "%s is %.200s; accepted: %s", name,
+            shown ? fa_shown(shown, buffer) : "a negative number of thousands of digits", accepted);
     Py_XDECREF(shown);
     return status->code;
+}
+
+/* An int >= 0; what is above `most` counts as that. */
+static fa_code read_count(const char *name, PyObject *value, int64_t most, const char *accepted, int64_t *count,
+                          fa_status *status) {
+    PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);
+    if (!index) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status);
+        PyErr_Clear();
+        return fa_wrong_type(name, value, accepted, status);
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(index, &overflow);
+    fa_code code = FA_OK;
+    if (overflow < 0 || (!overflow && number < 0))
+        code = refuse_negative(name, index, accepted, status);
+    else
+        *count = overflow || number > most ? most : number;
+    Py_DECREF(index);
+    return code;
+}
+
+fa_code fa_read_count(const char *name, PyObject *value, void *field, fa_status *status) {
+    return read_count(name, value, FA_UNBOUNDED - 1, "an int >= 0, or None", field, status);
 }
 
 static fa_code read_window_side(const char *window, const char *side, PyObject *value, int64_t *bound,
@@ -100,22 +124,8 @@ static fa_code read_window_side(const char *window, const char *side, PyObject *
     *bound = FA_UNBOUNDED;
     if (value == Py_None) return FA_OK;
     char name[32];
-    snprintf(name, sizeof name, "%s's %s", window, side);
-    PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);
-    if (!index) {
-        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status);
-        PyErr_Clear();
-        return fa_wrong_type(name, value, "an int >= 0, or None for unbounded", status);
-    }
-    int overflow = 0;
-    long long number = PyLong_AsLongLongAndOverflow(index, &overflow);
-    fa_code code = FA_OK;
-    if (overflow < 0 || (!overflow && number < 0))
-        code = refuse_window_side(name, index, status);
-    else
-        *bound = overflow || number > FA_UNBOUNDED ? FA_UNBOUNDED : number;
-    Py_DECREF(index);
-    return code;
+    snprintf(name, sizeof name, "%s's %s bound", window, side);
+    return read_count(name, value, FA_UNBOUNDED, "an int >= 0, or None for unbounded (not -1)", bound, status);
 }
 
 /* `field` is the left bound of options. */

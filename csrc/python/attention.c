@@ -12,8 +12,9 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     fa_call_begin(call, a->array);
     FA_TRY(fa_bind(&state->signature[function], args, count, keywords, &call->bound, status));
     memset(&a->request, 0, sizeof a->request);
-    a->request.options.window_left = a->request.options.window_right = FA_UNBOUNDED;
-    a->request.options.has_layout = fa_given(&call->bound, FA_ARG_layout) != NULL;
+    fa_options *options = &a->request.options;
+    options->window_left = options->window_right = options->max_seqlen_q = FA_UNBOUNDED;
+    options->has_layout = fa_given(&call->bound, FA_ARG_layout) != NULL;
     FA_TRY(fa_read_options(&call->bound, &a->request, status));
     FA_TRY(fa_read_check(&call->bound, &a->check, status));
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));

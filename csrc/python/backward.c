@@ -88,7 +88,7 @@ static fa_code read_backward(fa_state *state, fa_function function, PyObject *co
     fa_call_begin(call, b->array);
     FA_TRY(fa_bind(&state->signature[function], args, count, keywords, &call->bound, status));
     fa_options *options = &b->request.forward.options;
-    options->window_left = options->window_right = FA_UNBOUNDED;
+    options->window_left = options->window_right = options->max_seqlen_q = FA_UNBOUNDED;
     b->request.deterministic = true;
     FA_TRY(fa_read_options(&call->bound, &b->request, status));
     FA_TRY(fa_read_check(&call->bound, &b->check, status));

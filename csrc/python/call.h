@@ -16,6 +16,8 @@ fa_code fa_read_causal(const char *name, PyObject *value, void *field, fa_status
 fa_code fa_read_scale(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_window(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status);
+/* A number that no length reaches counts as the largest. */
+fa_code fa_read_count(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_layout(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_boolean(const char *name, PyObject *value, void *field, fa_status *status);
 /* An int within [low, high]; booleans are none. */

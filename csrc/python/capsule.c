@@ -91,7 +91,7 @@ PyDoc_STRVAR(
     "`arrays` are {name: (dtype, shape)} of its operands and results, by their names in operands() and, for "
     "gradients,\n"
     "those behind a d. `options` are the attributes options_given, causal, layout, batch_invariant, scale, softcap,\n"
-    "window_left, window_right, unordered, dropout.");
+    "window_left, window_right, max_seqlen_q, unordered, dropout.");
 
 static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     fa_state *state = PyModule_GetState(module);
@@ -100,14 +100,15 @@ static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     fa_status status;
     const char *kernel;
     int backward, unordered;
-    long long left, right;
+    long long left, right, most;
     size_t bytes = 0;
-    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLid)s:xla_workspace", &backward, &q.device, &PyDict_Type, &q.arrays,
+    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLLid)s:xla_workspace", &backward, &q.device, &PyDict_Type, &q.arrays,
                           &o.given, &o.causal, &o.layout, &o.batch_invariant, &o.scale, &o.softcap, &left, &right,
-                          &unordered, &o.dropout, &kernel))
+                          &most, &unordered, &o.dropout, &kernel))
         return NULL;
     o.window_left = left;
     o.window_right = right;
+    o.max_seqlen_q = most;
     if (!atomic_load_explicit(&state->cublas_sought, memory_order_acquire) && !fa_cublas_seek(state)) return NULL;
     const fa_code code = ask(&q, backward, &o, unordered, kernel, &bytes, &status);
     return code == FA_OK ? PyLong_FromSize_t(bytes) : fa_raise(state, &status);

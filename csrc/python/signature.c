@@ -130,8 +130,9 @@ fa_code fa_bind(const fa_signature *s, PyObject *const *args, Py_ssize_t count, 
 fa_code fa_read_options(const fa_bound *bound, void *request, fa_status *status) {
     static fa_code (*const readers[FA_KIND_COUNT])(const char *name, PyObject *value, void *field,
                                                    fa_status *status) = {
-        [FA_KIND_causal] = fa_read_causal, [FA_KIND_scale] = fa_read_scale,   [FA_KIND_window] = fa_read_window,
-        [FA_KIND_number] = fa_read_number, [FA_KIND_layout] = fa_read_layout, [FA_KIND_boolean] = fa_read_boolean,
+        [FA_KIND_causal] = fa_read_causal,   [FA_KIND_scale] = fa_read_scale, [FA_KIND_window] = fa_read_window,
+        [FA_KIND_number] = fa_read_number,   [FA_KIND_count] = fa_read_count, [FA_KIND_layout] = fa_read_layout,
+        [FA_KIND_boolean] = fa_read_boolean,
     };
     for (uint64_t left = bound->given & fa_option_arguments; left; left &= left - 1) {
         const fa_argument argument = fa_first_of(left);

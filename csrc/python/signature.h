@@ -65,6 +65,7 @@ typedef enum fa_kind {
     FA_KIND_scale,
     FA_KIND_window,
     FA_KIND_number,
+    FA_KIND_count,
     FA_KIND_layout,
     FA_KIND_boolean,
     FA_KIND_COUNT

@@ -60,6 +60,7 @@ static fa_code read_attributes(frame_call *c, bool backward) {
         {NAMED("dropout"), XLA_F64, false, &o->dropout},
         {NAMED("given"), XLA_S32, false, &c->given},
         {NAMED("layout"), XLA_S32, false, &o->layout},
+        {NAMED("max_seqlen_q"), XLA_S64, false, &o->max_seqlen_q},
         {NAMED("options_given"), XLA_S32, false, &o->given},
         {NAMED("scale"), XLA_F64, false, &o->scale},
         {NAMED("softcap"), XLA_F64, false, &o->softcap},

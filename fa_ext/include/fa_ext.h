@@ -85,7 +85,8 @@ enum fa_ext_causal {
 enum fa_ext_given {
     FA_EXT_SCALE = 1,       /* else 1 / sqrt(head_dim) */
     FA_EXT_WINDOW_LEFT = 2, /* else unbounded */
-    FA_EXT_WINDOW_RIGHT = 4
+    FA_EXT_WINDOW_RIGHT = 4,
+    FA_EXT_MAX_SEQLEN_Q = 8 /* else there is no promise */
 };
 
 typedef struct fa_ext_options {
@@ -108,6 +109,9 @@ typedef struct fa_ext_options {
      * the words change, and not checked: what they count wraps. dropout_keep() reads host memory; workspace() reads
      * none. */
     const void *dropout_state;
+    /* Of a forward call with cu_seqlens_q: no sequence has more queries, by which kernels choose their launches. Rows
+     * beyond it are of no query, and count as a bad length. */
+    int64_t max_seqlen_q;
 } fa_ext_options;
 
 /* Bad contents of index arrays, such as an entry of a page table that is no page. */

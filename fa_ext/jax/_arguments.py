@@ -146,6 +146,21 @@ def number(name, value, accepted):
     raise TypeError(f"{name} is {value!r}; accepted: {accepted}")
 
 
+def count(name, value):
+    """An int >= 0, or None; no sequence is as long as the largest."""
+    accepted = "an int >= 0, or None"
+    _known(name, value, "an int")
+    try:
+        made = None if value is None or isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        made = None
+    if made is None and value is not None:
+        raise TypeError(f"{name} is {value!r}; accepted: {accepted}")
+    if made is not None and made < 0:
+        raise ValueError(f"{name} is {made}; accepted: {accepted}")
+    return made if made is None else min(made, _FARTHEST)
+
+
 def flag(name, value):
     _known(name, value, "True or False")
     if not isinstance(value, (bool, np.bool_)):

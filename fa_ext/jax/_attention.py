@@ -18,9 +18,9 @@ from ._rules import operation
 
 @takes_options
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
-    seqlens_k=None, k_range=None, positions=None, segments=None, segment_ids=None, dropout=None, layout="bhsd",
-    return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, max_seqlen_q=None,
+    cu_seqlens_k=None, seqlens_k=None, k_range=None, positions=None, segments=None, segment_ids=None, dropout=None,
+    layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -36,6 +36,9 @@ def attention(
         Sequences of any length, as for ``fa_ext.attention``: q, k and v are packed with ``cu_seqlens_*`` and padded with
         ``seqlens_*`` alone. They may be traced, so other lengths are no new compilation; int64 is converted. They have no gradient.
         In rows of no sequence, results and gradients of q, k and v are 0, and the LSE is -inf.
+    max_seqlen_q : int, or None
+        With cu_seqlens_q, a promise that no sequence has more queries, as for ``fa_ext.attention``. It is a Python value, so a
+        new one is a new compilation, and goes without gradients and segment_ids.
     k_range : (begin, end), int32 arrays, (B,), or None
         Only these keys of each sequence take part; None is no bound.
     segments : (q_ids, k_ids), int32 arrays, (B, Sq) and (B, Sk), or None
@@ -100,7 +103,7 @@ def attention(
         accept.window(window), accept.number("softcap", softcap, "a finite number >= 0 (0: none)"), accept.layout(layout),
         accept.flag("deterministic", deterministic), accept.kernel("kernel", kernel, "attention"),
         accept.kernel("kernel_backward", kernel_backward, "backward"), accept.flag("batch_invariant", batch_invariant),
-        *accept.probability(dropout),
+        *accept.probability(dropout), max_seqlen_q=accept.count("max_seqlen_q", max_seqlen_q),
     )  # fmt: skip
     return_lse = accept.flag("return_lse", return_lse)
     given = given_options(arrays)
@@ -110,6 +113,8 @@ def attention(
         "positions": positions,
     })  # fmt: skip
     if segment_ids is not None:
+        if options.max_seqlen_q is not None:
+            raise ValueError(f"max_seqlen_q is {max_seqlen_q}, but segment_ids is given; accepted with max_seqlen_q: cu_seqlens_q")
         arrays[IDS] = accept.documents(segment_ids, arrays, options.layout)
         if options.causal is True:
             options = replace(options, causal="bottom_right")
@@ -162,6 +167,8 @@ def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
     def ahead(*primals):
         # Which gradients are wanted is no array: it travels in the structure, as () or None.
         wanted = tuple(() if primal.perturbed else None for primal in primals)
+        if options.max_seqlen_q is not None and any(x is not None for x in wanted):
+            raise ValueError(f"max_seqlen_q is {options.max_seqlen_q}; accepted where a gradient is wanted: None")
         operands = tuple(primal.value for primal in primals)
         out, lse = _run(Call(options, names, ("out", "lse")), operands)
         return (out, lse)[:outputs], (operands, out, lse, wanted)

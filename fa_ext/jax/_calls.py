@@ -49,13 +49,15 @@ class Options:
     kernel_backward: str | None = None
     batch_invariant: bool = False
     dropout: float = 0.0  #: its p; the state is an operand
+    max_seqlen_q: int | None = None
 
     def fields(self) -> tuple:
         """As ``_core.xla_workspace`` takes them."""
         left, right = self.window or (None, None)
-        given = (self.scale is not None) + 2 * (left is not None) + 4 * (right is not None)
+        most = self.max_seqlen_q
+        given = (self.scale is not None) + 2 * (left is not None) + 4 * (right is not None) + 8 * (most is not None)
         return (given, _CAUSAL[self.causal], _LAYOUTS[self.layout], int(self.batch_invariant), self.scale or 0.0,
-                self.softcap, left or 0, right or 0, int(not self.deterministic), self.dropout)  # fmt: skip
+                self.softcap, left or 0, right or 0, most or 0, int(not self.deterministic), self.dropout)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,12 @@ class Call:
         return _core.xla_workspace(self.backward, device, known, self.options.fields(), self.kernel)
 
     def attributes(self) -> dict:
-        given, causal, layout, invariant, scale, softcap, left, right, unordered, dropout = self.options.fields()
+        given, causal, layout, invariant, scale, softcap, left, right, most, unordered, dropout = self.options.fields()
         made = {"given": np.int32(sum(1 << OPERANDS[name].number for name in self.names)),
                 "options_given": np.int32(given), "causal": np.int32(causal), "layout": np.int32(layout),
                 "batch_invariant": np.int32(invariant), "scale": np.float64(scale), "softcap": np.float64(softcap),
-                "window_left": np.int64(left), "window_right": np.int64(right), "dropout": np.float64(dropout),
-                "kernel": self.kernel}  # fmt: skip
+                "window_left": np.int64(left), "window_right": np.int64(right), "max_seqlen_q": np.int64(most),
+                "dropout": np.float64(dropout), "kernel": self.kernel}  # fmt: skip
         if self.backward:
             made["wants"] = np.int32(sum(1 << GRADIENTS.index(name) for name in self.results))
             made["unordered"] = np.int32(unordered)

@@ -49,6 +49,7 @@ class Options:
     alibi: Any = None
     cu_seqlens_q: Any = None
     seqlens_q: Any = None
+    max_seqlen_q: int | None = None
     cu_seqlens_k: Any = None
     seqlens_k: Any = None
     page_table: Any = None

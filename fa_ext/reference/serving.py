@@ -62,7 +62,7 @@ class Sequence:
 
 def resolve(
     batch, rows_q, rows_k, *, causal=False, window=None, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
-    seqlens_k=None, page_table=None, page_size=0, pages=0, k_range=None, positions=None, one_each=False,
+    seqlens_k=None, page_table=None, page_size=0, pages=0, k_range=None, positions=None, one_each=False, max_seqlen_q=None,
 ):  # fmt: skip
     """(sequences, faults) of a call.
 
@@ -82,7 +82,7 @@ def resolve(
             first_q = b
         if page_table is not None:
             room_k = page_table.shape[1] * page_size
-        seq_q = _used(seqlens_q, b, room_q, 0, faults)
+        seq_q = _used(seqlens_q, b, room_q, 0, faults, max_seqlen_q)
         seq_k = _used(seqlens_k, b, room_k, 1, faults)
         begin = 0 if begins is None else min(max(int(begins[b]), 0), seq_k)
         end = seq_k if ends is None else min(max(int(ends[b]), begin), seq_k)
@@ -110,7 +110,7 @@ def attention(q, k, v, **arguments):
     """Softmax attention in float64 over sequences.
 
     Arguments as in ``fa_ext.attention``: the options of ``reference.attention`` and alibi, cu_seqlens_q, seqlens_q,
-    cu_seqlens_k, seqlens_k, page_table, k_range, positions, segments. Dropout's batch entry is the number of the sequence, its query and
+    max_seqlen_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions, segments. Dropout's batch entry is the number of the sequence, its query and
     key the indices within the sequence.
 
     Returns (out, lse), both float64: shaped as q with v's head_dim, and (B, H, Sq), or (H, T) for q of three axes. Rows
@@ -271,10 +271,10 @@ def _span(starts, b, rows):
     return (0, rows) if starts is None else (starts[b], starts[b + 1] - starts[b])
 
 
-def _used(seqlens, b, room, which, faults):
-    if seqlens is None:
-        return room
-    length = int(seqlens[b])
+def _used(seqlens, b, room, which, faults, most=None):
+    length = room if seqlens is None else int(seqlens[b])
+    if most is not None:
+        room = min(room, most)
     if not 0 <= length <= room:
         faults.append(Fault("length", b, which, length))
     return min(max(length, 0), room)
@@ -314,7 +314,7 @@ def problems_of(xp, q, k, v, o):
     sequences, _ = resolve(
         batch, q.shape[2], k.shape[2], causal=o.causal, window=o.window, page_size=k.shape[2], pages=k.shape[0],
         k_range=None if o.k_range is None else tuple(_host(x) for x in o.k_range),
-        one_each=packed_q and index["cu_seqlens_q"] is None, **index,
+        one_each=packed_q and index["cu_seqlens_q"] is None, max_seqlen_q=o.max_seqlen_q, **index,
     )  # fmt: skip
 
     def each():

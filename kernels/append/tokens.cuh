@@ -1,6 +1,6 @@
 /* Where append's tokens go: a row's sequence, its slot, and the other rows with that slot. See append.cu. */
 #pragma once
-#include "common/faults.cuh" // count_fault, count_length_faults
+#include "common/faults.cuh" // count_fault, count_faults_of_q
 #include "fa.h"
 #include "tokens.h" // fa_token_of_slot, fa_token_of_sequence
 
@@ -224,7 +224,7 @@ __device__ __forceinline__ void check_lengths(const Params &p, const fa_sequence
             before = largest;
             __syncthreads();
         }
-        if (b < p.batch) count_length_faults(faults, s.q, b, rows, 0);
+        if (b < p.batch) count_faults_of_q(faults, s, b, rows);
     }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "faults/faults.h" // fa_fault_board, fa_fault_kind
-#include "geometry.h"      // fa_index, fa_lengths, fa_span
+#include "geometry.h"      // FA_UNBOUNDED, fa_index, fa_sequences, fa_span
 
 namespace fa {
 
@@ -21,19 +21,26 @@ static __device__ __noinline__ void count_fault(fa_fault_board *board, fa_fault_
 }
 
 /* Counts what is bad in the start after sequence b, in the first of all for sequence 0, and in its length. `rows` is
- * fa_rows_of(); `index` as in fa_fault. By one thread, and not inlined, as count_fault(). */
+ * fa_rows_of(), `most` of them at most for use; `index` as in fa_fault. By one thread, and not inlined, as
+ * count_fault(). */
 static __device__ __noinline__ void count_length_faults(fa_fault_board *board, const int32_t *starts,
-                                                        const int32_t *used, int64_t b, fa_span rows, int64_t index) {
+                                                        const int32_t *used, int64_t b, fa_span rows, int64_t most,
+                                                        int64_t index) {
     for (int64_t n = b == 0 ? 0 : b + 1; starts && n <= b + 1; ++n) {
         const int64_t start = fa_index(starts, n);
         if (start != (n == b + 1 ? rows.end : rows.begin)) count_fault(board, FA_FAULT_cu_seqlens, n, index, start);
     }
     const int64_t room = rows.end - rows.begin, length = used ? fa_index(used, b) : room;
-    if (length < 0 || length > room) count_fault(board, FA_FAULT_length, b, index, length);
+    if (length < 0 || length > room || length > most) count_fault(board, FA_FAULT_length, b, index, length);
 }
-__device__ __forceinline__ void count_length_faults(fa_fault_board *board, const fa_lengths &lengths, int64_t b,
-                                                    const fa_span &rows, int64_t index) {
-    count_length_faults(board, lengths.starts, lengths.used, b, rows, index);
+/* The same for the queries of a call, and for its keys. */
+__device__ __forceinline__ void count_faults_of_q(fa_fault_board *board, const fa_sequences &s, int64_t b,
+                                                  const fa_span &rows) {
+    count_length_faults(board, s.q.starts, s.q.used, b, rows, s.most_q, 0);
+}
+__device__ __forceinline__ void count_faults_of_k(fa_fault_board *board, const fa_sequences &s, int64_t b,
+                                                  const fa_span &rows) {
+    count_length_faults(board, s.k.starts, s.k.used, b, rows, FA_UNBOUNDED, 1);
 }
 
 } // namespace fa

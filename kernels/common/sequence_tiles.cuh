@@ -12,7 +12,7 @@
 #include <stdint.h> // int64_t
 
 #include "common/chaos.cuh"  // FA_CHAOS_BEGIN
-#include "common/faults.cuh" // count_length_faults
+#include "common/faults.cuh" // count_faults_of_q, count_faults_of_k
 #include "common/mask.cuh"   // Band
 #include "fa.h"              // fa_problem
 
@@ -137,8 +137,8 @@ __device__ __forceinline__ SequencePlace place_of_span(const SequenceTiles &t, i
     place.batch = int(b);
     place.seq_q = int(e.seq_q), place.seq_k = int(e.seq_k), place.diagonal = int(e.diagonal);
     place.key_begin = int(keys.begin), place.key_end = int(keys.end);
-    count_length_faults(t.faults, t.sequences.q, b, q, 0);
-    count_length_faults(t.faults, t.sequences.k, b, k, 1);
+    count_faults_of_q(t.faults, t.sequences, b, q);
+    count_faults_of_k(t.faults, t.sequences, b, k);
     return place;
 }
 

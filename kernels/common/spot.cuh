@@ -7,7 +7,7 @@
 
 #include <stdint.h> // int64_t
 
-#include "common/faults.cuh" // count_length_faults
+#include "common/faults.cuh" // count_faults_of_q, count_faults_of_k
 #include "common/params.cuh" // AttentionParams
 #include "fa.h"              // fa_problem
 
@@ -137,8 +137,8 @@ __device__ __forceinline__ void find_entry(const Call &c, Spot &spot, bool count
     const fa_span &rows_q = of_keys ? rows : spot.rows, &rows_k = of_keys ? spot.rows : rows;
     spot.entry = fa_entry_by(&s, &words, spot.batch, rows_q, rows_k);
     if (counts && threadIdx.x == 0) {
-        count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
-        count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
+        count_faults_of_q(c.faults, s, spot.batch, rows_q);
+        count_faults_of_k(c.faults, s, spot.batch, rows_k);
     }
 }
 

@@ -78,6 +78,32 @@ def same_bits(a, b):
     return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
+def assert_keeps_a_promise(kernel, case, counted):
+    """``max_seqlen_q`` of packed queries: one that holds changes no bit, and one that does not is a length over its capacity, which
+    leaves the neighbours as they are. ``counted()`` returns and forgets the faults of the kernel."""
+    arguments, longest = case.host_inputs(), max(case.n_q)
+    whole = attend(kernel, arguments)
+    counted()
+    for most in (longest, longest + 1, np.int64(longest), 10**30):
+        assert same_bits(attend(kernel, arguments, max_seqlen_q=most, check=True), whole), most
+    assert counted() == []
+    parts, starts = parts_of(case, arguments, *whole), arguments["cu_seqlens_q"]
+    for most in sorted({0, 1, longest // 2, longest - 1}):
+        broken = attend(kernel, arguments, max_seqlen_q=most, check=False)
+        over = [(b, n) for b, n in enumerate(case.n_q) if n > most]
+        met = counted()
+        assert [(kind, count) for kind, count, *_ in met] == [("length", len(over))]
+        assert met[0][2:] in [(b, 0, n) for b, n in over]
+        for b, n in enumerate(case.n_q):
+            rows = slice(int(starts[b]), int(starts[b]) + n)
+            if n <= most:
+                assert same_bits((broken[0][rows], broken[1][:, rows].T), parts[b]), (most, b)
+            assert not broken[0][rows][most:].any() and (broken[1][:, rows][:, most:] == -np.inf).all(), (most, b)
+        # A sequence that is cut is one that uses fewer of its rows.
+        fewer = attend(kernel, arguments | {"seqlens_q": np.minimum(case.n_q, most).astype(np.int32)})
+        assert same_bits(broken, fewer), most
+
+
 def assert_counts_as_the_reference(kernel, met, arguments):
     """Index arrays with bad contents: results against float64, and the kinds of faults that cpu_ref counts. ``met()`` returns and
     forgets the faults of the kernel, which an emulated one counts by itself."""

@@ -58,7 +58,7 @@ class Pages(ctypes.Structure):
 
 class Sequences(ctypes.Structure):
     _fields_ = [("q", Lengths), ("k", Lengths), ("pages", Pages), ("begin", ctypes.c_void_p), ("end", ctypes.c_void_p),
-                ("positions", ctypes.c_void_p), ("positions_stride", ctypes.c_int64),
+                ("positions", ctypes.c_void_p), ("positions_stride", ctypes.c_int64), ("most_q", ctypes.c_int64),
                 *((n, ctypes.c_bool) for n in ("given", "packed_q", "packed_k", "top_left"))]  # fmt: skip
 
 
@@ -99,6 +99,8 @@ def problem(seed):
 
     if storage_q == "packed":
         given["cu_seqlens_q"] = starts(rows_q)
+        if rng.random() < 0.3:
+            given["max_seqlen_q"] = rng.randint(0, rows_q + 1)
     if storage_k == "packed":
         given["cu_seqlens_k"] = starts(rows_k)
     if storage_k == "paged":
@@ -131,7 +133,7 @@ def sequences_of(given):
     return Sequences(
         Lengths(at(get("cu_seqlens_q")), at(get("seqlens_q")), given["rows_q"]),
         Lengths(at(get("cu_seqlens_k")), at(get("seqlens_k")), given["rows_k"]), pages, at(begin), at(end), at(positions),
-        given["rows_q"] if positions is not None and positions.ndim == 2 else 0, True,
+        given["rows_q"] if positions is not None and positions.ndim == 2 else 0, get("max_seqlen_q", FAR), True,
         given["one_each"] or "cu_seqlens_q" in given, "cu_seqlens_k" in given, given["causal"] == "top_left",
     )  # fmt: skip
 

@@ -140,7 +140,8 @@ def bits(*names):
 def attributes(**changed):
     known = {"given": 0, "options_given": 0, "causal": 0, "layout": 0, "batch_invariant": 0}
     made = {n: np.int32(x) for n, x in known.items()}
-    made |= {"scale": np.float64(0), "softcap": np.float64(0), "window_left": np.int64(0), "window_right": np.int64(0), "dropout": np.float64(0), "kernel": ""}
+    made |= {"scale": np.float64(0), "softcap": np.float64(0), "window_left": np.int64(0), "window_right": np.int64(0)}
+    made |= {"max_seqlen_q": np.int64(0), "dropout": np.float64(0), "kernel": ""}
     return made | changed
 
 
@@ -345,7 +346,7 @@ def test_workspace_of_the_cpu_is_what_the_plan_has():
     case = Case(2, 4, 2, 100, 133, 64, dtype="float32")
     inputs = case.host_inputs()
     arrays = {n: (x.dtype.name, x.shape) for n, x in inputs.items()} | {"out": ("float32", inputs["q"].shape)}
-    options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
+    options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0.0)
     plan = _core.answers(**inputs)[fa_ext.explain(**inputs)[0]][2]
     assert _core.xla_workspace(False, -1, arrays, options, "") >= plan["workspace_bytes"] > 0
     with pytest.raises(ValueError, match="names no kernel of this build"):

@@ -287,6 +287,10 @@ PACKED = {"cu_seqlens_q": index(0, 2, 5), "cu_seqlens_k": index(0, 2, 5)}
         ({"k_range": (None,)}, ValueError, "k_range has 1 items; accepted: None or a pair"),
         ({"k_range": (index(0, 0, 0), None)}, ValueError, "k_range's begin has shape (3,); accepted: (batch,) = (2,)"),
         ({"k_range": (None, index(0, 0).astype(bool))}, TypeError, "k_range's end has dtype bool; accepted: int32"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1; accepted: an int >= 0"),
+        ({"max_seqlen_q": True}, TypeError, "max_seqlen_q is True; accepted: an int >= 0"),
+        ({"max_seqlen_q": 2.0}, TypeError, "max_seqlen_q is 2.0; accepted: an int >= 0"),
+        ({"max_seqlen_q": 3, "cu_seqlens_q": None}, ValueError, "max_seqlen_q is 3, but q has shape (5, 2, 8) and there is no cu_seqlens_q"),
         ({"causal": True}, ValueError, "causal=True needs seq_q == seq_k, which the host cannot see in sequences"),
         ({"bias": np.zeros((5, 5), "f4")}, ValueError, "bias is given, but q is packed"),
         ({"page_table": index(0)}, TypeError, "unknown argument page_table"),
@@ -297,6 +301,30 @@ def test_bad_arguments_are_refused_while_tracing(change, error, text):
     with pytest.raises(error) as raised:
         jax.jit(lambda q: fa_ext.jax.attention(q, q, q, **PACKED | change)).lower(q)
     assert text in str(raised.value)
+
+
+def test_a_promise_of_the_longest_sequence():
+    """It is a constant of the compiled call, which changes no bit while it is kept; there is no gradient with it."""
+    q = np.random.default_rng(0).standard_normal((5, 2, 8)).astype("f4")
+
+    def call(q, starts, most=None):
+        return fa_ext.jax.attention(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, return_lse=True)
+
+    compiled = jax.jit(call, static_argnames="most")
+    wanted = [np.asarray(x) for x in compiled(q, PACKED["cu_seqlens_q"])]
+    for most in (3, np.int64(3), 4, 10**30):
+        assert [np.asarray(x).tobytes() for x in compiled(q, PACKED["cu_seqlens_q"], most=most)] == [x.tobytes() for x in wanted]
+    with on_cpu(), pytest.raises(Exception, match="seqlens_q of sequence 1 leads to 3"):
+        jax.block_until_ready(compiled(q, PACKED["cu_seqlens_q"], most=2))
+    mapped = jax.vmap(lambda q: call(q, PACKED["cu_seqlens_q"], 3)[0])(np.stack([q, 2 * q]))
+    assert np.asarray(mapped[0]).tobytes() == wanted[0].tobytes()
+    with pytest.raises(TypeError, match="max_seqlen_q is traced; accepted: an int that is known while tracing"):
+        jax.jit(call)(q, PACKED["cu_seqlens_q"], 3)
+    with pytest.raises(ValueError, match="max_seqlen_q is 3; accepted where a gradient is wanted: None"):
+        jax.grad(lambda q: call(q, PACKED["cu_seqlens_q"], 3)[0].sum())(q)
+    with pytest.raises(ValueError, match="max_seqlen_q is 3, but segment_ids is given"):
+        x = q[None]
+        fa_ext.jax.attention(x, x, x, layout="bshd", segment_ids=np.zeros((1, 5), "i4"), max_seqlen_q=3)
 
 
 def test_bad_contents_are_an_error_of_the_run_on_the_cpu():

@@ -19,7 +19,7 @@ from bench.problems.stored import INT_MAX, INT_MIN
 from fa_ext import _core, dropout_keep
 from tests import emulator
 from tests.contract import lse_views, runner
-from tests.contract.serving_calls import attend, exact_verdict, parts_of, same_bits
+from tests.contract.serving_calls import assert_keeps_a_promise, attend, exact_verdict, parts_of, same_bits
 from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
 pytestmark = pytest.mark.skipif(
@@ -294,6 +294,8 @@ def test_attention_counts_on_the_device_what_the_host_counts(emulated, kernel, s
     for case in serving_cases.random_cases(40, seed + 70, longest=80):
         case = case.changed(dtype="float16", head_dim=40, head_dim_v=40)
         arguments = noisy(case.host_inputs(), rng)
+        if "cu_seqlens_q" in arguments and rng.random() < 0.5:
+            arguments["max_seqlen_q"] = int(rng.integers(0, 12))
         for name in "qkv":
             arguments[name] = np.nan_to_num(arguments[name], nan=0.5)
         report = fa_ext.verify(**arguments, check=False, kernel=row)
@@ -305,6 +307,13 @@ def test_attention_counts_on_the_device_what_the_host_counts(emulated, kernel, s
             assert counts(met) == counts(wanted), case
         else:  # a page may be met by several tiles, or by none whose queries look at it
             assert {**counts(met), "page": 0} == {**counts(wanted), "page": 0}, case
+
+
+def test_a_promise_of_the_longest_sequence(emulated, kernel, seed):
+    row, library = emulated(kernel)
+    case = Case.sequences((3, 35, 0, 17, 1), (5, 133, 4, 97, 600), 4, 2, 40, dtype="float16", causal="bottom_right", slack=2, seed=seed)
+    assert_keeps_a_promise(row, case, lambda: emulator.faults(library))
+    fa_ext.faults(None)
 
 
 def test_append_counts_on_the_device_what_the_host_counts(emulated, seed, sms):

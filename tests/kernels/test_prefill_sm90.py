@@ -15,7 +15,7 @@ from fa_ext import _core
 from tests import emulator
 from tests.contract import lse_views, runner
 from tests.contract.devices import DEVICES
-from tests.contract.serving_calls import assert_counts_as_the_reference
+from tests.contract.serving_calls import assert_counts_as_the_reference, assert_keeps_a_promise
 from tests.kernels.hopper_sequences import (
     ON_A_GPU,
     assert_graph_takes_other_lengths,
@@ -173,6 +173,12 @@ def test_bad_contents_are_counted(emulated, prefill, monkeypatch, case, name, at
     arguments = case.host_inputs()
     arguments[name][at] = value
     assert_counts_as_the_reference(prefill, lambda: emulator.faults(emulated.library[prefill]), arguments)
+
+
+@emulates
+@pytest.mark.parametrize("case", [PAGED, PACKED], ids=str)
+def test_a_promise_of_the_longest_sequence(emulated, prefill, case):
+    assert_keeps_a_promise(prefill, case, lambda: emulator.faults(emulated.library[prefill]))
 
 
 @emulates

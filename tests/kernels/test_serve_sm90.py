@@ -16,7 +16,7 @@ from fa_ext import _core
 from tests import emulator
 from tests.contract import lse_views, runner
 from tests.contract.devices import DEVICES
-from tests.contract.serving_calls import assert_counts_as_the_reference
+from tests.contract.serving_calls import assert_counts_as_the_reference, assert_keeps_a_promise
 from tests.kernels.hopper_sequences import (
     ON_A_GPU,
     assert_graph_takes_other_lengths,
@@ -149,6 +149,14 @@ def test_bad_contents_are_counted(emulated, serve, monkeypatch, case, name, at, 
     arguments = case.host_inputs()
     arguments[name][at] = value
     assert_counts_as_the_reference(serve, lambda: emulator.faults(emulated.library[serve]), arguments)
+
+
+@emulates
+@pytest.mark.parametrize("blocks", [132, 2])
+@pytest.mark.parametrize("case", [PAGED, PACKED, CASES[1], CASES[4]], ids=str)
+def test_a_promise_of_the_longest_sequence(emulated, serve, monkeypatch, case, blocks):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    assert_keeps_a_promise(serve, case, lambda: emulator.faults(emulated.library[serve]))
 
 
 @emulates

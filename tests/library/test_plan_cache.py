@@ -26,6 +26,7 @@ ATTENTION = {
     "page_size": (4, 2, 8),
     "lengths": (True, False),
     "lengths_q": (False, True),
+    "max_seqlen_q": (None, 4, 1, 0),
     "index_dtype": ("int32", "int64"),
     "index_offset": (0, 1),
     "k_range": (None, "begin", "end", "both"),
@@ -157,6 +158,7 @@ def attention_call(c, memory):
     options["cu_seqlens_q"] = index["cu_seqlens_q"] if c["q"] == "packed" else None
     options["cu_seqlens_k"] = index["cu_seqlens_k"] if c["k"] == "packed" else None
     options["page_table"] = index["page_table"] if c["k"] == "paged" else None
+    options["max_seqlen_q"] = c["max_seqlen_q"] if c["q"] == "packed" else None
     if c["lengths"] or c["k"] == "paged":
         options["seqlens_k"] = index["seqlens_k"]
     if c["lengths_q"]:

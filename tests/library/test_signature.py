@@ -19,7 +19,9 @@ SHARED = [(function, p) for function in FUNCTIONS for p in TABLE if function in 
 OPTIONS = [p for p in TABLE if "attention" in p.functions and p.kind not in ("own", "array")]
 #: A value of each option that changes the result, its shape or its number.
 OTHER = {"causal": True, "scale": 0.25, "window": (0, 0), "softcap": 0.5, "layout": "bshd", "dropout": (0.5, 1),
-         "return_lse": True, "batch_invariant": True}  # fmt: skip
+         "max_seqlen_q": 2, "return_lse": True, "batch_invariant": True}  # fmt: skip
+#: Options of packed queries alone.
+PACKED = ("max_seqlen_q",)
 
 
 def of(function):
@@ -146,10 +148,12 @@ def test_what_a_thread_remembers_looks_at_every_option(option):
     """A call like the last one but for one option is what it is on a thread that remembers nothing."""
     assert option.name in OTHER, f"say in OTHER what changes with {option.name}"
     q, k, v = (np.random.default_rng(n).standard_normal((1, 3, 3, 8)).astype(np.float32) for n in range(3))
-    changed = {option.name: OTHER[option.name]}
+    changed, beside = {option.name: OTHER[option.name]}, {}
+    if option.name in PACKED:
+        q, beside = q[0], {"cu_seqlens_q": np.array([0, 3], np.int32), "check": False}
 
     def call(options):
-        found = fa_ext.attention(q, k, v, **options)
+        found = fa_ext.attention(q, k, v, **beside, **options)
         return found if isinstance(found, tuple) else (found,)
 
     fresh = {}

@@ -16,7 +16,7 @@
  * of a class and where they come in the order follows from one record. So packed sequences lie apart from each other,
  * and every record of workspace is written once, whatever the arrays hold. The main kernel reads records alone. */
 #pragma once
-#include "common/faults.cuh"       // count_length_faults
+#include "common/faults.cuh"       // count_faults_of_q, count_faults_of_k
 #include "sm90/common/cluster.cuh" // dependency_wait
 #include "sm90/prefill/config.cuh"
 
@@ -101,8 +101,8 @@ __device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q
     Record record = record_of(call, b, q, k);
     if (call.workspace.slots) cut(call, record, units_of(call, record));
     if (call.faults) {
-        count_length_faults(call.faults, call.s.q, b, q, 0);
-        count_length_faults(call.faults, call.s.k, b, k, 1);
+        count_faults_of_q(call.faults, call.s, b, q);
+        count_faults_of_k(call.faults, call.s, b, k);
     }
     return record;
 }

@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     const Job job = find_job<C>(params, n, false, nullptr);
     const fa_sequences &s = params.call.s;
     if (s.given && job.counts && lane == 0) {
-        count_length_faults(params.call.faults, s.q, job.b, job.rows, 0);
-        count_length_faults(params.call.faults, s.k, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k), 1);
+        count_faults_of_q(params.call.faults, s, job.b, job.rows);
+        count_faults_of_k(params.call.faults, s, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k));
     }
     Ring<C> ring{params,
                  job,

@@ -40,7 +40,7 @@ class Options(ctypes.Structure):
                 ("batch_invariant", ctypes.c_int32), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
                 ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64), ("dropout", ctypes.c_double),
                 ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint32), ("heads", ctypes.c_uint32), ("origin", ctypes.c_uint32 * 4),
-                ("state", ctypes.c_void_p)]  # fmt: skip
+                ("state", ctypes.c_void_p), ("max_seqlen_q", ctypes.c_int64)]  # fmt: skip
 
 
 class Run(ctypes.Structure):
@@ -91,16 +91,16 @@ def array_of(x, *, device=0, data=True) -> Array:
 
 
 def options_of(*, causal=False, scale=None, window=None, softcap=0.0, layout="bhsd", batch_invariant=False,
-               dropout=None) -> Options:  # fmt: skip
+               dropout=None, max_seqlen_q=None) -> Options:  # fmt: skip
     """``dropout`` as for fa_ext.attention; of (p, state) the address of the words in place of an array."""
     dropout = tuple(dropout or (0, 0))
     state = dropout[1] if isinstance(dropout[1], ctypes.c_void_p) else None
     dropout = (dropout[0], 0) if state else dropout
     dropout += (0, (0, 0, 0, 0), 0)[len(dropout) - 2 :]
     left, right = window or (None, None)
-    given = (scale is not None) + 2 * (left is not None) + 4 * (right is not None)
+    given = (scale is not None) + 2 * (left is not None) + 4 * (right is not None) + 8 * (max_seqlen_q is not None)
     return Options(ctypes.sizeof(Options), given, CAUSAL[causal], int(layout == "bshd"), batch_invariant, scale or 0, softcap,
-                   left or 0, right or 0, *dropout[:3], dropout[4], (ctypes.c_uint32 * 4)(*dropout[3]), state)  # fmt: skip
+                   left or 0, right or 0, *dropout[:3], dropout[4], (ctypes.c_uint32 * 4)(*dropout[3]), state, max_seqlen_q or 0)  # fmt: skip
 
 
 class Client:
