@@ -28,9 +28,9 @@ _PLAIN = {
 
 @takes_options
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
-    seqlens_k=None, page_table=None, k_range=None, positions=None, segments=None, layout=None, out=None, return_lse=False,
-    check=None, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False, **arrays,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, max_seqlen_q=None,
+    cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None, segments=None, layout=None, out=None,
+    return_lse=False, check=None, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
 
@@ -48,6 +48,8 @@ def attention(
         is an error of torch's. Gradients of rows of no sequence are 0.
     segments : (Tensor, Tensor) of int32
         Ids of documents, as in ``fa_ext.attention``; ``documents`` is faster for those that lie one behind the other.
+    max_seqlen_q : int
+        With cu_seqlens_q, a promise that no sequence has more queries, as in ``fa_ext.attention``. No gradient, and no dropout.
     page_table : Tensor of int32
         Paged keys, as in ``fa_ext.attention``. No gradient, and no dropout.
     out : Tensor or (Tensor, Tensor)
@@ -82,8 +84,8 @@ def attention(
     derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
     take memory for every pair of query and key; over sequences they wait for the device. ``torch.func.vmap`` of sequences is a
     call an element. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``, over sequences
-    ``torch.ops.fa_ext.varlen``. With ``page_table`` or ``out`` it is ``torch.ops.fa_ext.attention_out``, and autocast leaves its
-    arguments as they are, so that no cache is copied.
+    ``torch.ops.fa_ext.varlen``. With ``page_table``, ``out`` or ``max_seqlen_q`` it is ``torch.ops.fa_ext.attention_out``, and autocast
+    leaves its arguments as they are, so that no cache is copied.
     """
     through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)
     if through_op:
@@ -96,17 +98,18 @@ def attention(
         or cu_seqlens_q is not None or cu_seqlens_k is not None or k_range is not None or positions is not None
         or segments is not None
     )  # fmt: skip
-    if serves or out is not None:
+    if serves or out is not None or max_seqlen_q is not None:
         indices = index_arrays(k_range, segments, {
             "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
             "page_table": page_table, "positions": positions,
         }, through_op)  # fmt: skip
-        if page_table is not None or out is not None:
+        if page_table is not None or out is not None or max_seqlen_q is not None:
             if dropout_p:
-                raise ValueError(f"dropout_p is {dropout_p}; accepted with page_table or out: 0.0")
+                raise ValueError(f"dropout_p is {dropout_p}; accepted with page_table, out or max_seqlen_q: 0.0")
             return attend(
-                q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
-                check=check, kernel=kernel, batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
+                q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap,
+                max_seqlen_q=max_seqlen_q, layout=layout, check=check, kernel=kernel, batch_invariant=batch_invariant, out=out,
+                return_lse=return_lse, through_op=through_op,
             )  # fmt: skip
         serves = len(indices) > 0 or q.dim() == 3 or k.dim() == 3  # not for (None, None) as k_range
     layout = layout or "bhsd"

@@ -36,6 +36,7 @@ def refuse_version(name, version):
 
 def options(causal, window_size, softmax_scale, softcap, **others):
     """Keywords of ``attention``. ``others``: its arrays, of which those that are None are left out."""
+    # FlashAttention's max_seqlen_q is not handed on: users' code may have it wrong, and here queries beyond it would be left out.
     given = {"causal": is_causal(causal), "window": window(window_size, causal)}
     if softmax_scale is not None:
         given["scale"] = softmax_scale

@@ -247,6 +247,13 @@ def ends_of(window):
     return tuple(_integer(bound) for bound in window)
 
 
+def count_of(name, value):
+    """An int or None as an operator takes it; whether it is negative the kernel says, so that no graph depends on it."""
+    if isinstance(value, (bool, float)):  # which operators take for ints; they refuse all else
+        raise TypeError(f"{name} has type {type(value).__name__}; accepted: an int >= 0, or None")
+    return _integer(value)
+
+
 def _integer(bound):
     """A bound as an operator takes it: beyond 64 bits there are no keys."""
     if isinstance(bound, (np.integer, torch.Tensor)):

@@ -1,4 +1,4 @@
-"""Serving: attention over pages or into memory of the caller's, ``append``, ``merge`` and ``documents``.
+"""Serving: attention over pages, into memory of the caller's or with ``max_seqlen_q``, ``append``, ``merge`` and ``documents``.
 
 Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append``, ``.merge`` and
 ``.documents``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
@@ -15,7 +15,7 @@ from .. import _core
 from .._operands import INDICES, OPTIONS
 from ._eager import _transformed
 from ._library import operator, wrote
-from ._options import checked_causal, ends_of, lse_shape, named, refuse_layout, refuse_layouts, with_pairs
+from ._options import checked_causal, count_of, ends_of, lse_shape, named, refuse_layout, refuse_layouts, with_pairs
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
@@ -98,9 +98,10 @@ _OTHERS = (*INDICES, *OPTIONS)
 def attention_out(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Optional[Tensor], causal: str, left: Optional[int], right: Optional[int],
     scale: Optional[float], softcap: float, layout: Optional[str], check: Optional[bool], kernel: Optional[str],
-    batch_invariant: bool, *others: Optional[Tensor],
+    batch_invariant: bool, max_seqlen_q: Optional[int], *others: Optional[Tensor],
 ) -> None:  # fmt: skip
-    given = with_pairs(_given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others))
+    given = _given(scale=scale, layout=layout, check=check, kernel=kernel, max_seqlen_q=max_seqlen_q)
+    given = with_pairs(given | named(_OTHERS, others))
     if left is not None or right is not None:
         given["window"] = (left, right)
     _core.attention(
@@ -112,20 +113,22 @@ def attention_out(
 #: ``causal`` of the operator, where it is not the call's own.
 _CAUSAL: dict[str, bool | str] = {"no": False, "equal": True}
 
-_INTO = "attention with page_table or out="
+_INTO = "attention with page_table, out= or max_seqlen_q"
 
 
 def attend(
-    q, k, v, options, indices, *, causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse, through_op,
+    q, k, v, options, indices, *, causal, window, scale, softcap, max_seqlen_q, layout, check, kernel, batch_invariant, out, return_lse,
+    through_op,
 ):  # fmt: skip
-    """``attention`` over pages, or into ``out``. ``options`` and ``indices``: arrays that are given, by name; ``through_op``: by
+    """``attention`` over pages, into ``out``, or with ``max_seqlen_q``. ``options`` and ``indices``: arrays that are given, by name; ``through_op``: by
     the operator."""
     refuse_derivatives(_INTO, q=q, k=k, v=v, out=out, **options)
     pair = isinstance(out, (tuple, list))
     if pair:
         refuse_derivatives(_INTO, **_numbered("out", out))
     if not through_op:
-        given = with_pairs(_given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices)
+        given = _given(scale=scale, window=window, max_seqlen_q=max_seqlen_q, layout=layout, check=check, kernel=kernel, out=out)
+        given = with_pairs(given | options | indices)
         try:
             found = _plainly(_core.attention)(
                 q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
@@ -149,7 +152,7 @@ def attend(
     arrays = options | indices
     attention_out(
         q, k, v, out, lse, said, left, right, scale, softcap, layout, check, kernel, batch_invariant,
-        *[arrays.get(name) for name in _OTHERS],
+        count_of("max_seqlen_q", max_seqlen_q), *[arrays.get(name) for name in _OTHERS],
     )  # fmt: skip
     return (out, lse) if pair or return_lse else out
 

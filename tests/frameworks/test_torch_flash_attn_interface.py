@@ -122,9 +122,9 @@ def test_used_rows():
 def test_pages():
     (q,), (k, v) = math.draw((14, H, D)), math.draw((5, 4, HK, D), (5, 4, HK, DV), seed=1)
     table, lengths = torch.tensor([[2, 0], [4, 1], [3, 3], [1, 2]], dtype=torch.int32), [7, 4, 0, 8]
-    out = fa.flash_attn_varlen_func(
-        q, k, v, math.starts(LENGTHS_Q), max_seqlen_q=8, seqused_k=torch.tensor(lengths, dtype=torch.int32), page_table=table, causal=True
-    )
+    use = {"seqused_k": torch.tensor(lengths, dtype=torch.int32), "page_table": table, "causal": True}
+    out = fa.flash_attn_varlen_func(q, k, v, math.starts(LENGTHS_Q), max_seqlen_q=8, **use)
+    assert torch.equal(fa.flash_attn_varlen_func(q, k, v, math.starts(LENGTHS_Q), max_seqlen_q=1, **use), out)  # it is not read
     for b, (rows, queries) in enumerate(zip(out.split(LENGTHS_Q), q.split(LENGTHS_Q), strict=True)):
         keys, values = (x[table[b].long()].flatten(0, 1)[: lengths[b]] for x in (k, v))
         close(rows, math.attend(queries, keys, values, causal=True)[0])

@@ -264,9 +264,9 @@ def test_pages_and_out_have_no_gradient(device, of):
         where["page_table"] = index([[2], [0]], device)
     else:
         where["out"], cache = torch.empty(2, 4, 8, device=device), cache[:2]
-    with pytest.raises(ValueError, match=r"q requires grad, but attention with page_table or out= has no derivative; call it under torch.no_grad"):
+    with pytest.raises(ValueError, match=r"q requires grad, but attention with page_table, out= or max_seqlen_q has no derivative; call it under torch.no_grad"):
         ft.attention(q, cache, cache, **where)
-    with pytest.raises(ValueError, match=r"dropout_p is 0.5; accepted with page_table or out: 0.0"):
+    with pytest.raises(ValueError, match=r"dropout_p is 0.5; accepted with page_table, out or max_seqlen_q: 0.0"):
         ft.attention(q.detach(), cache, cache, **where, dropout_p=0.5)
     with torch.no_grad():
         ft.attention(q, cache, cache, **where)

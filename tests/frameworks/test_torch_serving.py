@@ -85,6 +85,46 @@ def test_dense_attention_into_out(device):
         assert same(out, wanted)
 
 
+def promised(device):
+    case = Case.sequences((1, 3, 0, 7), (5, 33, 4, 9), slack=0)
+    return {name: place(x, device) for name, x in case.host_inputs().items()}
+
+
+@pytest.mark.parametrize("backend", ["none", "eager", "aot_eager"])
+def test_a_promise_of_the_longest_sequence(device, backend):
+    """It changes no bit while it is kept; a graph depends on its size no more than on that of any int."""
+    counter = CompileCounterWithBackend("eager" if backend == "none" else backend)
+    call = ft.attention if backend == "none" else torch.compile(ft.attention, fullgraph=True, backend=counter)
+    arguments = promised(device)
+    wanted, wanted_lse = fa_ext.attention(**arguments, return_lse=True)
+    for most in (7, 8, 9, 200, 5000):
+        got, lse = call(**arguments, max_seqlen_q=most, return_lse=True)
+        assert same(got, wanted) and same(lse, wanted_lse)
+    assert counter.frame_count == (0 if backend == "none" else 2)  # with the first number, and with any
+    cut, cut_lse = call(**arguments, max_seqlen_q=2, check=False, return_lse=True)
+    assert same(cut[:3], wanted[:3]) and not cut[3].any() and not cut[6:].any() and (cut_lse[:, 6:] == -torch.inf).all()
+    fa_ext.faults(0 if device == "cuda" else None)
+    for most in (10**30, *([np.int64(8)] if backend == "none" else [])):  # NumPy's are tensors to the compiler
+        assert same(call(**arguments, max_seqlen_q=most), wanted)
+    with pytest.raises(Exception, match="max_seqlen_q is -1; accepted: an int >= 0"):
+        call(**arguments, max_seqlen_q=-1)
+    for most in (True, 2.5):
+        with pytest.raises(Exception, match=f"max_seqlen_q has type {type(most).__name__}; accepted: an int >= 0, or None"):
+            call(**arguments, max_seqlen_q=most)
+
+
+def test_a_promise_goes_with_packed_queries_and_without_gradients(device):
+    arguments = promised(device) | {"max_seqlen_q": 9}
+    with pytest.raises(ValueError, match="dropout_p is 0.5; accepted with page_table, out or max_seqlen_q: 0.0"):
+        ft.attention(**arguments, dropout_p=0.5)
+    with pytest.raises(ValueError, match="q requires grad, but attention with .* max_seqlen_q has no derivative"):
+        ft.attention(**arguments | {"q": arguments["q"].clone().requires_grad_()})
+    x = arguments["q"][None]
+    for q in (x, arguments["q"]):
+        with pytest.raises(ValueError, match="max_seqlen_q is 9, but q has shape .* and there is no cu_seqlens_q"):
+            ft.attention(q, x, x, max_seqlen_q=9)
+
+
 def cache_call(device, *, slots=False, rotary=True, seed=0):
     rng = np.random.default_rng(seed)
     caches = [torch.full((6, 4, 2, 16), 7.0, device=device) for _ in "kv"]
@@ -163,7 +203,7 @@ def test_opchecks(device):
     torch.library.opcheck(torch.ops.fa_ext.append.default, (k_cache, None, k, None, None, None, None, None, *arguments[8:]))
     for lse in (None, torch.empty(4, 5, device=device)):
         torch.library.opcheck(torch.ops.fa_ext.attention_out.default, (
-            q, k_cache, v_cache, torch.empty_like(q), lse, "bottom_right", 3, None, None, 0.0, "bshd", None, None, False,
+            q, k_cache, v_cache, torch.empty_like(q), lse, "bottom_right", 3, None, None, 0.0, "bshd", None, None, False, None,
             starts, None, None, lengths, table,
         ))  # fmt: skip
     outs, lses = [torch.randn(2, 4, 5, 16, device=device)] * 2, [torch.randn(2, 4, 5, device=device)] * 2
@@ -219,7 +259,7 @@ def test_no_gradients(device):
     (k_cache, v_cache, k, v), options = cache_call(device)
     q = options["q"].requires_grad_()
     lengths = {n: x for n, x in options.items() if n in ("page_table", "seqlens_k", "cu_seqlens_q", "layout")}
-    with pytest.raises(ValueError, match=r"q requires grad, but attention with page_table or out= .* torch.no_grad"):
+    with pytest.raises(ValueError, match=r"q requires grad, but attention with page_table, out= or max_seqlen_q .* torch.no_grad"):
         ft.attention(q, k_cache, v_cache, **lengths)
     with pytest.raises(ValueError, match="q requires grad, but append has no derivative"):
         ft.append(k_cache, v_cache, k, v, **options)
@@ -295,7 +335,7 @@ def test_the_cores_errors(device):
         ft.attention(q, k_cache, v_cache, page_table=options["page_table"], seqlens_k=lengths, cu_seqlens_q=options["cu_seqlens_q"])
     with pytest.raises(ValueError, match="q has shape .* there is no cu_seqlens_q"):
         ft.attention(q, k_cache, v_cache, page_table=options["page_table"], seqlens_k=lengths, layout="bshd")
-    with pytest.raises(ValueError, match=r"dropout_p is 0.5; accepted with page_table or out: 0.0"):
+    with pytest.raises(ValueError, match=r"dropout_p is 0.5; accepted with page_table, out or max_seqlen_q: 0.0"):
         ft.attention(q, k_cache, v_cache, page_table=options["page_table"], seqlens_k=lengths, layout="bshd", dropout_p=0.5)
     with pytest.raises(ValueError, match="causal=True"):
         ft.attention(q, k_cache, v_cache, page_table=options["page_table"], seqlens_k=lengths, layout="bshd", causal=True,

@@ -27,7 +27,7 @@ ONE, PACKED, PADDED = {"q": "one", "slack": 0}, {"q": "packed", "slack": 0}, {"q
 CASES = [
     Case.sequences((1,) * 5, (33, 7, 64, 1, 90), dtype="bfloat16", head_dim=16, **ONE),
     Case.sequences((1, 1, 1), (48, 48, 48), dtype="float16", head_dim=16, page_size=3, layout="bhsd", window=(9, 0), **ONE),
-    Case.sequences((3, 0, 20), (40, 9, 20), k="packed", causal="bottom_right", **PACKED),
+    Case.sequences((3, 0, 20), (40, 9, 20), k="packed", causal="bottom_right", max_seqlen_q=20, **PACKED),
     Case.sequences((3, 5), (40, 30), layout="bhsd", page_size=7, causal="bottom_right", softcap=3.0, **PACKED),
     Case.sequences((3, 5), (40, 30), k="padded", layout="bhsd", sinks=True, alibi="batch", scale=0.4, **PADDED),
     Case.sequences((4, 4), (30, 30), k="padded", causal="bottom_right", head_dim_v=16, **PADDED),

@@ -16,7 +16,7 @@ from tests.library.support.c_interface import APPEND, BACKWARD, FORWARD, array_o
 pytestmark = [pytest.mark.native, pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))]
 
 OK, EVALUE, ETYPE, EBUFFER, EMEMORY, EUNSUPPORTED, ECUDA = range(7)
-OPTIONS = ("causal", "scale", "window", "softcap", "layout")
+OPTIONS = ("causal", "scale", "window", "softcap", "max_seqlen_q", "layout")
 NEVER = 1
 
 
@@ -70,6 +70,34 @@ def test_attention_over_sequences_has_the_bits_of_python(client, case):
         view, memory = lse_views.poisoned(wanted[1].shape, wanted[1].dtype, kind)
         assert attend(client, arguments, lse=view)[0] == OK, client.said()
         assert memory.tobytes() == lse_views.with_only(wanted[1], kind)
+
+
+def test_a_promise_of_the_longest_sequence(client):
+    """It counts where its bit says so, 0 too, and a backward call has none."""
+    case = Case.sequences((2, 3, 1), (4, 5, 6), k="packed", slack=0)
+    arguments = case.host_inputs()
+    _, *wanted = attend(client, arguments)
+    for most in (3, 2**63 - 1):
+        code, *got = attend(client, arguments | {"max_seqlen_q": most})
+        assert code == OK and all(x.tobytes() == y.tobytes() for x, y in zip(got, wanted)), client.said()
+    for most in (0, 2):
+        code, out, _ = attend(client, arguments | {"max_seqlen_q": most})
+        assert code == EVALUE and np.isnan(out).all()
+        assert client.said() == (
+            f"seqlens_q of sequence {0 if most == 0 else 1} leads to {2 if most == 0 else 3}, which is negative or more than its storage or "
+            f"max_seqlen_q has room for ({3 if most == 0 else 1} such in all)"
+        )
+    code, out, lse = attend(client, arguments | {"max_seqlen_q": 2}, check=NEVER)
+    assert code == OK and not out[4].any() and (lse[:, 4] == -np.inf).all() and out[5].tobytes() == wanted[0][5].tobytes()
+    assert client.faults() == [("length", 1, 1, 0, 3)]
+    assert attend(client, arguments | {"max_seqlen_q": -1})[0] == EVALUE and client.said() == "max_seqlen_q is -1; accepted: an int >= 0"
+    padded = Case.sequences(q="padded", k="padded").host_inputs()
+    assert attend(client, padded | {"max_seqlen_q": 3})[0] == EVALUE and "max_seqlen_q is 3, but q has shape" in client.said()
+    given, wrt = gradients_of(case)
+    given |= {f"d{name}": np.full_like(given[name], np.nan) for name in wrt}
+    options = {"layout": "bshd", "max_seqlen_q": 3}
+    assert client.call("backward", arrays_of(BACKWARD, given), options=options) == EVALUE
+    assert client.said() == "options.max_seqlen_q is given to a backward call; accepted: in forward calls alone"
 
 
 def gradients_of(case):
