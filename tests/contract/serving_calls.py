@@ -88,7 +88,7 @@ def assert_keeps_a_promise(kernel, case, counted):
         assert same_bits(attend(kernel, arguments, max_seqlen_q=most, check=True), whole), most
     assert counted() == []
     parts, starts = parts_of(case, arguments, *whole), arguments["cu_seqlens_q"]
-    for most in sorted({0, 1, longest // 2, longest - 1}):
+    for most in sorted({0, 1, longest // 2, longest - 1} - {longest}):
         broken = attend(kernel, arguments, max_seqlen_q=most, check=False)
         over = [(b, n) for b, n in enumerate(case.n_q) if n > most]
         met = counted()

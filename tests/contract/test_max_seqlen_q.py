@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems import serving_cases
 from bench.problems.case import Case
 from bench.problems.placement import Unplaceable
 from fa_ext import _core, reference
@@ -17,6 +18,9 @@ CASES = [
     Case.sequences((1, 3, 0, 7), (5, 333, 4, 90), causal="bottom_right", sinks=True, **SHARED),
     Case.sequences((2, 70, 1, 17), (9, 133, 40, 200), k="packed", slack=2, causal="top_left", window=(50, 3), **SHARED),
     Case.sequences((9, 1, 2), (300, 1, 64), page_size=3, alibi="heads", positions="random", k_range=True, **SHARED),
+    # more queries than any one sequence of few may have
+    Case.sequences(tuple(n % 5 for n in range(40)), tuple(4 + n * 7 % 90 for n in range(40)), causal="bottom_right", **SHARED),
+    Case.sequences((1,) * 70, tuple(1 + n * 11 % 130 for n in range(70)), page_size=8, window=(40, None), **SHARED),
 ]
 PACKED = Case.sequences((2, 3, 1), (5, 9, 4), slack=0).host_inputs()
 KERNELS = [kernel for kernel in fa_ext.kernels() if runner.takes(kernel, **CASES[0].host_inputs())]
@@ -29,7 +33,7 @@ def kernel(request):
     return request.param
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=serving_cases.short)
 def test_a_promise_changes_no_bit_while_it_is_kept(case, kernel):
     device = None if runner.device_of(kernel) == "cpu" else 0
     try:
