@@ -68,8 +68,8 @@ def test_arguments():
         ({"window": (-(2**63) - 1, 0)}, ValueError, "window's left bound is -9223372036854775809;"),
         ({"window": (0, -(2**70))}, ValueError, "window's right bound is -1180591620717411303424;"),
         ({"window": (-(10**5000), 0)}, ValueError, "window's left bound is a negative number.*None"),
-        ({"window": (0.5, 1)}, TypeError, "window's left has type float"),
-        ({"window": (True, 1)}, TypeError, "window's left has type bool"),
+        ({"window": (0.5, 1)}, TypeError, "window's left bound has type float"),
+        ({"window": (True, 1)}, TypeError, "window's left bound has type bool"),
         ({"window": "ab"}, TypeError, "window has type str"),
         ({"layout": "sbhd"}, ValueError, 'layout is "sbhd".*bhsd'),
         ({"layout": 3}, TypeError, "layout has type int"),
@@ -162,7 +162,7 @@ def test_what_a_conversion_raises_is_raised(error):
         with pytest.raises(error, match="mine"):
             call()
     refused(TypeError, "scale has type Raises", q, k, v, scale=Raises(TypeError()))
-    refused(TypeError, "window's left has type Raises", q, k, v, window=(Raises(TypeError()), 0))
+    refused(TypeError, "window's left bound has type Raises", q, k, v, window=(Raises(TypeError()), 0))
 
 
 def test_indices():
