@@ -15,7 +15,7 @@ From the bottom up:
     load/               streams kept busy beside other work, and the watchdog outside
     tuning/             what the tuner varies, builds, evaluates and minimises, strategies over it, the profiler
     recording/          the evidence record, and the test suites whose outcome goes into it
-    commands/           measure, gate, score, references, tune, plot, overhead, soak, chaos, evidence, tables: each a module with
+    commands/           measure, gate, score, references, audit, tune, plot, overhead, soak, chaos, evidence, tables: each a module with
                         SUMMARY, add_arguments and run
     evidence/, examples/  the records; programs to start from
 

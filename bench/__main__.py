@@ -11,7 +11,7 @@ from bench import arguments, report
 # command: its module
 COMMANDS = {
     name: f"commands.{name}"
-    for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "soak", "chaos", "evidence", "tables")
+    for name in ("measure", "gate", "score", "references", "audit", "tune", "plot", "overhead", "soak", "chaos", "evidence", "tables")
 }
 COMMANDS["profile"] = "tuning.ncu"  # a module named profile would hide the standard library's in a notebook started here
 

@@ -43,7 +43,7 @@ def result_shapes(case: Case) -> list[tuple[tuple[int, ...], str]]:
 
 def query_rows(case: Case) -> tuple[int, ...]:
     batch = len(case.n_q)
-    return {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, max(case.n_q, default=0))}[case.storage.q]
+    return {"packed": (sum(case.n_q) + case.storage.slack,), "one": (batch,), "padded": (batch, max(case.n_q, default=0))}[case.storage.q]
 
 
 def operand_shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,8 @@ def operand_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 class Sequences(Operands):
-    """Inputs and output of ``fa_ext.attention`` over the sequences of a case, which stand close together."""
+    """Inputs and output of ``fa_ext.attention`` over the sequences of a case, which stand close together; slack is of packed queries
+    and of the page table's columns."""
 
     inputs = ("q", "k", "v", "sinks", "alibi", *INDICES)
 
@@ -67,7 +68,7 @@ class Sequences(Operands):
         small: dict[str, np.ndarray] = stored.extras(case)
         n_q, n_k = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32)
         made = {"cu_seqlens_q": lambda: starts(n_q), "seqlens_q": lambda: n_q, "cu_seqlens_k": lambda: starts(n_k), "seqlens_k": lambda: n_k,
-                "page_table": lambda: table_of(n_k, case.storage.page_size, rng)}  # fmt: skip
+                "page_table": lambda: table_of(n_k, case.storage.page_size, rng, case.storage.slack)}  # fmt: skip
         small |= {name: made[name]() for name in index_arrays(case)}
         for i, (name, shape) in enumerate(operand_shapes(case).items()):
             self._new(name, shape, case.dtype, guard_byte)
@@ -193,11 +194,11 @@ def starts(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def table_of(n_k: np.ndarray, page_size: int, rng: np.random.Generator) -> np.ndarray:
-    """Page numbers in random order, a row a sequence; 0 beyond its pages."""
+def table_of(n_k: np.ndarray, page_size: int, rng: np.random.Generator, slack: int = 0) -> np.ndarray:
+    """Page numbers in random order, a row a sequence; 0 beyond its pages, in `slack` columns at least."""
     needed = -(-n_k // page_size)
     order, first = rng.permutation(int(needed.sum())).astype(np.int32), starts(needed)
-    table = np.zeros((len(n_k), int(needed.max(initial=0))), np.int32)
+    table = np.zeros((len(n_k), int(needed.max(initial=0)) + slack), np.int32)
     for b, count in enumerate(needed):
         table[b, :count] = order[first[b] : first[b] + count]
     return table
