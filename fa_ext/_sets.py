@@ -28,9 +28,8 @@ def holds(wanted: str, kernel: str, name: str, core: str) -> bool:
 
 
 def object_of(name: str) -> str:
-    """Which object of a kernel an instance goes to: one for each head_dim, such as d128 and serve_d64, and for each number
-    of rows, such as d64_r8: where functions that are not inlined have other callers, the compiler makes other code."""
-    found = re.match(r"(?:[a-z]+_)*?d\d+(?:v\d+)?(?:_r\d+)?(?=_|$)", name)
+    """Which object of a kernel an instance goes to: one for each head_dim, such as d128 and serve_d64."""
+    found = re.match(r"(?:[a-z]+_)*?d\d+(?:v\d+)?(?=_|$)", name)
     return found[0] if found else name
 
 
@@ -105,7 +104,7 @@ BUDGET = {
     "wgmma_sm90": Budget(17, 30, 30),
     "wgmma_dropout_sm90": Budget(4, 4, 4),
     "prefill_sm90": Budget(9, 20, 21),
-    "serve_sm90": Budget(10, 10, 26),
+    "serve_sm90": Budget(6, 6, 18),
     "wgmma_split_sm90": Budget(0, 0, 16),
     "wgmma_backward_sm90": Budget(21, 54, 111),
     "wgmma_fused_backward_sm90": Budget(17, 20, 37),

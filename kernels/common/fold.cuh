@@ -19,10 +19,10 @@ constexpr int kMaxChunks = 128; // of the keys that a sequence's queries see: th
 constexpr int kGroup = 8;       // chunks that are folded before their groups are
 
 /* e for `keys` keys, from the first to the last that some query sees: chunks are cut at multiples of 64 * 2^e keys,
- * counted from the sequence's first. */
-__host__ __device__ inline int chunk_shift(int64_t keys) {
+ * or other shortest chunks, counted from the sequence's first, so that there are `most` at most. */
+__host__ __device__ inline int chunk_shift(int64_t keys, int shortest = kChunkKeys, int most = kMaxChunks) {
     int shift = 0;
-    while (keys > (kMaxChunks - 1) * int64_t(kChunkKeys) << shift) ++shift;
+    while (keys > (most - 1) * int64_t(shortest) << shift) ++shift;
     return shift;
 }
 

@@ -22,7 +22,7 @@ EMULATED = {
     "documents": {},
     "simt": dict(flags=("-DHEAD_DIM=64",), instances="^serve_f16$"),
     "mma_sm80": dict(instances="^serve_d64$"),
-    "serve_sm90": dict(instances="^d64_r(8|16)_f16$"),
+    "serve_sm90": dict(instances="^d64_f16$"),
     "prefill_sm90": dict(instances="^d64_masked_f16$"),
 }
 

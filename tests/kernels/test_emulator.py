@@ -219,7 +219,7 @@ LARGE = {
     "wgmma_sm90": dict(instances="^d64_(full_bf16|masked_f16)$"),
     "wgmma_split_sm90": {},
     "prefill_sm90": dict(instances="^d64_masked_"),
-    "serve_sm90": dict(instances="^d64_r(8|16)_"),
+    "serve_sm90": dict(instances="^d64_"),
 }
 
 

@@ -24,7 +24,7 @@ from tests.kernels.hopper_sequences import (
 )
 
 KERNEL = "serve_sm90"
-emulated = emulated_builds(KERNEL, "^d64_r(8|16)_bf16$")
+emulated = emulated_builds(KERNEL, "^d64_bf16$")
 FEW = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 rows a job
 MORE = dict(heads=5, heads_kv=1, head_dim=64, dtype="bfloat16")  # 16
 
@@ -153,7 +153,7 @@ def test_a_cluster_that_does_not_wait_shows(emulated, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SMS", "9")
     case = Case.sequences((1, 1, 1), (1500, 900, 64), q="one", page_size=16, **FEW)
     edit = replaced("if (params.clustered) cluster_wait();", "")
-    hasty = emulated(instances="^d64_r8_bf16$", edit=lambda text: edit(text).replace("if (params.clustered) cluster_arrive();", ""))
+    hasty = emulated(instances="^d64_bf16$", edit=lambda text: edit(text).replace("if (params.clustered) cluster_arrive();", ""))
     holds(emulated(), case)
     assert seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**case.host_inputs(), kernel=hasty, check=False), 4)
 

@@ -31,15 +31,18 @@ from tests.kernels.hopper_sequences import (
 )
 
 KERNEL = "serve_sm90"
-emulated = emulated_builds(KERNEL, "^d64_r(8|16)_bf16$")
-FEW = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 rows a job
-MORE = dict(heads=6, heads_kv=1, head_dim=64, dtype="bfloat16")  # 30, of 16 at once
+emulated = emulated_builds(KERNEL, "^d64_bf16$")
+FEW = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")
+MORE = dict(heads=6, heads_kv=1, head_dim=64, dtype="bfloat16")  # 30 rows a job
+THIN = dict(heads=20, heads_kv=2, head_dim=64, dtype="bfloat16")  # of one query
 CASES = [
     Case.sequences((1, 1, 0, 1), (5, 333, 4, 700), q="one", causal="bottom_right", sinks=True, **FEW),
     Case.sequences((1, 3, 0, 2), (90, 333, 4, 129), page_size=3, alibi="batch", window=(70, None), positions="random", **FEW),
     Case.sequences((2, 1, 0, 3), (64, 200, 70, 1), q="padded", k="padded", slack=1, k_range=True, softcap=2.0, scale=-0.3, seed=1, **FEW),
     Case.sequences((5, 1, 4), (300, 64, 129), q="padded", k="packed", slack=0, causal="bottom_right", **MORE),
     Case.sequences((1, 14, 0, 0), (65, 200, 9, 0), page_size=24, causal="bottom_right", alibi="heads", **MORE),  # 84 rows
+    Case.sequences((1, 3, 0, 6), (2300, 333, 4, 129), page_size=3, alibi="batch", window=(900, 0), positions="random", **THIN),
+    Case.sequences((2, 1, 0, 3), (64, 600, 70, 1), q="padded", k="padded", slack=1, k_range=True, sinks=True, softcap=2.0, **THIN),
 ]
 
 
@@ -87,14 +90,40 @@ ORDERS = ([2], [1, 0], [3, 1, 1], [0] * 20 + [1] * 14)
 
 
 @emulates
+@pytest.mark.parametrize("rows", [FEW, THIN], ids=("few", "thin"))
 @pytest.mark.parametrize("n_k", [(5, 1330, 97, 600), (8192, 1, 8200, 4097), (5, 400, 97, 64)], ids=str)
-def test_the_bits_of_a_sequence_are_its_own(serve, monkeypatch, n_k):
-    base = Case.sequences((1, 1, 1, 1), n_k, causal="bottom_right", seed=3, **FEW)
+def test_the_bits_of_a_sequence_are_its_own(serve, monkeypatch, n_k, rows):
+    base = Case.sequences((1, 1, 1, 1), n_k, causal="bottom_right", seed=3, **rows)
 
     def other_blocks(n):
         monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7, 1, 24)[n % 5]))
 
     assert_same_bits(serve, base, STORES, ORDERS, other_blocks, q="one")
+
+
+@emulates
+@pytest.mark.parametrize("n_q", [(1, 2, 3, 7), (8, 1, 9, 33)], ids=str)
+def test_bits_of_sequences_of_every_class(serve, monkeypatch, n_q):
+    """Of one batch: of few rows, of up to 64 and of more, beside sequences of another class."""
+    rows = dict(heads=8, heads_kv=2, head_dim=64, dtype="bfloat16")
+    base = Case.sequences(n_q, (600, 2100, 97, 8300), causal="bottom_right", seed=5, **rows)
+
+    def other_blocks(n):
+        monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7, 1, 24)[n % 5]))
+
+    stores = [store for store in STORES if store.get("q") != "one"]
+    assert_same_bits(serve, base, stores, ([0], [1], [2], [3], [3, 0], [1, 2]), other_blocks)
+
+
+@emulates
+def test_any_number_of_blocks_makes_the_same_bits(serve, monkeypatch):
+    """Of a thin job: from the whole of it to a chunk each, with a fold by the block, by a cluster and by a kernel."""
+    case, found = Case.sequences((1,), (7800,), page_size=16, seed=2, **THIN), []
+    values = stored.values_of(case)
+    for sms in range(1, 33):
+        monkeypatch.setenv("FA_EMULATOR_SMS", str(sms))
+        found.append(parts_of(serve, case, values))
+        assert found[-1] == found[0], sms
 
 
 def with_little_room(text):
@@ -172,7 +201,7 @@ def test_no_race(emulated, monkeypatch, case, blocks):
 @pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16"), (200, "bfloat16")])
 def test_at_length(emulated, monkeypatch, head_dim, dtype):
     columns = (head_dim + 63) // 64 * 64
-    kernel = emulated(instances=f"^d{columns}_r.*_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
+    kernel = emulated(instances=f"^d{columns}_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
     long = Case.sequences((1, 1, 2), (8128, 8129, 20000), page_size=16, heads=3, heads_kv=1, head_dim=head_dim, dtype=dtype)
     parts = []
     for seed, blocks in enumerate((1, 3, 24, 132)):
@@ -198,13 +227,13 @@ def test_which_calls_it_takes():
 
     taken = [Case.sequences((1,) * b, (700,) * b, q="one", page_size=size, **wide) for b, size in ((1, 16), (300, 3), (2, 256))]
     taken += [Case.sequences((1, 1), (700, 800), q="one", k=k, **wide) for k in ("padded", "packed")]
-    taken += [Case.sequences((4, 1), (700, 800), q="padded", slack=0, **wide)]
+    taken += [Case.sequences((16, 1), (700, 800), q="padded", slack=0, **wide)]
+    taken += [Case.sequences((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1})]
     for case in taken:
         assert fa_ext.explain(**case.host_inputs(), device=DEVICES["h200"])[0] == KERNEL, case
     for case in (
         Case.sequences((1, 1), (700, 800), page_size=16, **wide),
-        Case.sequences((5, 1), (700, 800), q="padded", slack=0, **wide),
-        Case.sequences((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1}),
+        Case.sequences((17, 1), (700, 800), q="padded", slack=0, **wide),
         Case.sequences((3, 1), (700, 800), q="padded", slack=0, **wide | {"head_dim": 256}),
     ):
         assert answer(case) == ("declines", "faster only for sequences of few rows each, queries times heads of a kv head"), case

@@ -4,8 +4,8 @@
  *
  * A lane holds the rows 2 (l % 4) + {0, 1} of each eight, of S^T the keys l / 4 + 8 i, of O^T the columns l / 4 + 8 i.
  *
- * Why not wgmma: its 64 rows are 8 to 16 times those of a decode step, and four warps that go in step wait for each
- * tile together, where here each warp has its own tiles in flight and waits for no other warp.
+ * Why not wgmma, as thin.cuh: its 64 rows are 8 times those of a decode step, and four warps that go in step wait for
+ * each tile together, where here each warp has its own tiles in flight and waits for no other warp.
  */
 #pragma once
 #include <float.h> // FLT_MAX
@@ -32,6 +32,33 @@ struct LaneRow {
     int position;
     float slope; // NaN where it is not finite
 };
+
+/* The keys that row `index` of a job sees. */
+__device__ __forceinline__ LaneRow sight_of(const Params &params, const Job &job, int index) {
+    const AttentionParams &p = params.call.p;
+    LaneRow mine = {0, 0, 0, 0.0f};
+    const RowPlace at = row_place(params, job, index);
+    const int64_t position = fa_position(&job.entry, at.query);
+    const fa_span seen = fa_row_keys(&job.entry, p.left, p.right, position);
+    mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, job.entry.seq_k));
+    mine.end = static_cast<int>(fa_clamp(seen.end, 0, job.entry.seq_k));
+    mine.position = static_cast<int>(position);
+    const fa_operand &alibi = params.call.alibi;
+    if (alibi.data) {
+        const float slope = static_cast<const float *>(alibi.data)[job.b * alibi.stride[0] + at.head * alibi.stride[1]];
+        mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
+    }
+    return mine;
+}
+
+/* A score with what ALiBi takes of it. */
+__device__ __forceinline__ float add_alibi(float x, const LaneRow &row, int key) {
+    const uint32_t distance =
+        row.position >= key ? uint32_t(row.position) - uint32_t(key) : uint32_t(key) - uint32_t(row.position);
+    const float taken = __fmul_rn(row.slope, static_cast<float>(distance));
+    const float bounded = fminf(fmaxf(taken, -FA_LIMIT), FA_LIMIT);
+    return add_bias(x, taken == taken ? -bounded : taken);
+}
 
 template <class C> struct Rows {
     using T = typename C::T;
@@ -95,23 +122,11 @@ template <class C> struct Rows {
 
     /* Loads the keys that the rows see. By the whole warp. */
     __device__ __forceinline__ void load_sight(const Params &params, const Job &job) {
-        const AttentionParams &p = params.call.p;
         const int lane = threadIdx.x % 32; // takes row `lane`
         LaneRow mine = {0, 0, 0, 0.0f};
         common_begin = 0, common_end = INT32_MAX;
         if (lane < job.count) {
-            const RowPlace at = row_place(params, job, lane);
-            const int64_t position = fa_position(&job.entry, at.query);
-            const fa_span seen = fa_row_keys(&job.entry, p.left, p.right, position);
-            mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, job.entry.seq_k));
-            mine.end = static_cast<int>(fa_clamp(seen.end, 0, job.entry.seq_k));
-            mine.position = static_cast<int>(position);
-            const fa_operand &alibi = params.call.alibi;
-            if (alibi.data) {
-                const float slope =
-                    static_cast<const float *>(alibi.data)[job.b * alibi.stride[0] + at.head * alibi.stride[1]];
-                mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
-            }
+            mine = sight_of(params, job, lane);
             common_begin = mine.begin, common_end = mine.end;
         }
         __syncwarp();
@@ -190,15 +205,7 @@ template <class C> struct Chunk {
             });
         else
             each([&](float &x, int, int) { x = round_score(x, params.score.scale_log2); });
-        if (params.call.alibi.data)
-            each([&](float &x, int at, int r) {
-                const int here = key + at, position = rows.own(r).position;
-                const uint32_t distance =
-                    position >= here ? uint32_t(position) - uint32_t(here) : uint32_t(here) - uint32_t(position);
-                const float taken = __fmul_rn(rows.own(r).slope, static_cast<float>(distance));
-                const float bounded = fminf(fmaxf(taken, -FA_LIMIT), FA_LIMIT);
-                x = add_bias(x, taken == taken ? -bounded : taken);
-            });
+        if (params.call.alibi.data) each([&](float &x, int at, int r) { x = add_alibi(x, rows.own(r), key + at); });
         if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
             const uint32_t mine = valid >> threadIdx.x % 32 / 4;
             each([&](float &x, int at, int r) {

@@ -6,22 +6,26 @@
 #include "common/score.cuh"
 #include "common/spot.cuh"  // Serving
 #include "common/tiles.cuh" // Divider
+#include "sm90/serve/classes.cuh"
 
 namespace fa::sm90::serve {
 
-constexpr int kTileKeys = 32; // keys of a tile of K and of V: one a lane
-constexpr int kChunkTilesLog2 = 1;
-static_assert(kTileKeys << kChunkTilesLog2 == kChunkKeys);
+constexpr int kTileKeysLog2 = 5, kTileKeys = 1 << kTileKeysLog2; // keys of a tile of K and of V: one a lane
+constexpr int kThinKeysLog2 = 6, kThinKeys = 1 << kThinKeysLog2; // of a tile of a thin job
+constexpr int kThinChunkKeys = 256, kThinChunks = 32;            // as kChunkKeys and kMaxChunks
+static_assert(kChunkKeys % kTileKeys == 0 && kThinChunkKeys % kThinKeys == 0);
 
 /* A block has 4 warps, each with a ring of tiles of its own. Rows are the columns of the products (S^T = K Q^T, O^T =
- * V^T P^T), so that few rows waste little of them: 8 fill a tile. */
-template <class T_, int Columns, int RowTiles> struct Config {
+ * V^T P^T), so that few rows waste little of them: 8 fill a tile. Of a thin job the block is one warpgroup. */
+template <class T_, int Columns> struct Config {
     using T = T_;
     static constexpr int kColumns = Columns; // head_dim, zero-padded
-    static constexpr int kRowTiles = RowTiles;
+    static constexpr bool kThin = Columns <= kThinColumns;
+    static constexpr int kJobRows = kThin ? kThinRows : kFewRows; // of a job, at most
+    static constexpr int kRowTiles = 1;
     static constexpr int kWarps = 4, kThreads = kWarps * 32;
-    static constexpr int kRows = 8 * RowTiles;     // of a job
-    static constexpr int kLaneRows = 2 * RowTiles; // whose columns a lane holds
+    static constexpr int kRows = 8 * kRowTiles;     // of a job of few rows
+    static constexpr int kLaneRows = 2 * kRowTiles; // whose columns a lane holds
     static constexpr int kSlabBytes = kTileKeys * 128;
     static constexpr int kSlotBytes = Columns / 64 * kSlabBytes; // one tile of K, or of V
     static constexpr int kSlots = Columns == 64 ? 6 : 3;         // of a warp
@@ -33,18 +37,20 @@ template <class T_, int Columns, int RowTiles> struct Config {
 };
 
 /* The keys that a sequence's queries see, and their chunks: cut at multiples of 64 * 2^e keys, counted from the
- * sequence's first, with the least e that leaves at most 127 * 64 * 2^e keys. */
+ * sequence's first, with the least e that leaves at most 127 * 64 * 2^e keys; where it is thin of 256 * 2^e, and at
+ * most 31. */
 struct Sight {
     int low, high;
-    int shift;       // log2 of the tiles of a chunk
+    int shift;       // log2 of the keys of a chunk
     int first, last; // chunks
 
-    __host__ __device__ static Sight of(const fa_span &seen) {
+    __host__ __device__ static Sight of(const fa_span &seen, bool thin) {
+        static_assert(kChunkKeys == 1 << 6 && kThinChunkKeys == 1 << 8);
         Sight x;
         x.low = static_cast<int>(seen.begin), x.high = static_cast<int>(seen.end);
-        x.shift = chunk_shift(x.high - x.low) + kChunkTilesLog2;
-        x.first = x.low / kTileKeys >> x.shift;
-        x.last = x.high > x.low ? ((x.high - 1) / kTileKeys >> x.shift) + 1 : x.first;
+        x.shift = thin ? chunk_shift(x.high - x.low, kThinChunkKeys, kThinChunks) + 8 : chunk_shift(x.high - x.low) + 6;
+        x.first = x.low >> x.shift;
+        x.last = x.high > x.low ? ((x.high - 1) >> x.shift) + 1 : x.first;
         return x;
     }
 };
@@ -57,7 +63,7 @@ struct Params {
     Divider heads_kv, group, page; // group: query heads a kv head; page: keys of one
     Divider tiles_m;               // tiles of rows of a sequence, where q has no starts
     int first, jobs;               // of this launch: tiles of rows times kv heads
-    int slots, pairs;              // of states in workspace: chunks of a job, pairs of its rows
+    int64_t job_bytes;             // of states in workspace
     Divider parts;                 // blocks of a job
     bool clustered;                // the parts of a job are a cluster
     int boxes;                     // keys of a box of TMA; 0: cp.async

@@ -10,15 +10,16 @@
 
 namespace fa::sm90::serve {
 
-/* A state: float2 [units of 8 columns][pairs of rows][8], then maximum and sum of the rows of each pair. */
+/* A state: float2 [units of 8 columns][pairs of rows][8], then maximum and sum of the rows of each pair (row_of_pair).
+ */
 template <class C> struct Slots {
     char *base; // of the job
     int pairs;
 
     /* Of a slot. */
     __host__ __device__ static constexpr size_t bytes(int pairs) { return size_t(pairs) * (C::kUnits * 64 + 16); }
-    __device__ __forceinline__ Slots(const Params &params, int64_t job)
-        : base(params.workspace + job * params.slots * bytes(params.pairs)), pairs(params.pairs) {}
+    __device__ __forceinline__ Slots(const Params &params, const Job &job, int64_t n)
+        : base(params.workspace + n * params.job_bytes), pairs(job.pairs()) {}
     __device__ __forceinline__ float2 *value(int slot, int unit, int pair) const {
         return reinterpret_cast<float2 *>(base + slot * bytes(pairs)) + (unit * pairs + pair) * 8;
     }
@@ -157,7 +158,7 @@ template <class C>
 __device__ __forceinline__ void fold_job(const Params &params, const Job &job, const Slots<C> &slots,
                                          const Shares &shares, const StateList &list, int first_unit, int last_unit,
                                          Part *parts) {
-    const int pairs = (job.count + 1) / 2, groups = shares.groups();
+    const int pairs = slots.pairs, groups = shares.groups();
     const int items = (last_unit - first_unit) * pairs * 8;
     const auto read_at = [&](int item) {
         const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs;
@@ -185,8 +186,9 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
         const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs, column = unit * 8 + item % 8;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (2 * pair + r >= job.count) continue;
-            const RowPlace row = row_place(params, job, 2 * pair + r);
+            const int index = job.row_of_pair(pair, r);
+            if (index >= job.count) continue;
+            const RowPlace row = row_place(params, job, index);
             RowState state;
             state.maximum = r ? part.state.z : part.state.x, state.sum = r ? part.state.w : part.state.y;
             store_result<typename C::T>(params, job, row, finish(params, row, state), column,

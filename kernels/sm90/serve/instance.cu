@@ -29,11 +29,10 @@ fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, c
 }
 
 template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
-    if constexpr (!Rows<C>::kShared)
-        if (own.brief) {
-            const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
-            return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-        }
+    if (own.brief) {
+        const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
+        return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+    }
     const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
     const dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
@@ -44,10 +43,10 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
 
 } // namespace
 
-#define FA_DEFINE(name, columns, rows, T)                                                                              \
+#define FA_DEFINE(name, columns, T)                                                                                    \
     extern "C" Launch name;                                                                                            \
     fa_code name(const Params &params, const Own &own, const fa_launch &launch) {                                      \
-        return launch_shape<Config<T, columns, rows / 8>>(params, own, launch);                                        \
+        return launch_shape<Config<T, columns>>(params, own, launch);                                                  \
     }
 FA_INSTANCES(FA_DEFINE)
 

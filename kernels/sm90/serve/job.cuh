@@ -1,9 +1,9 @@
 /* serve_sm90: which rows and keys a block works on, and which of the chunks are whose.
  *
- * A job is a kv head of a sequence with up to kRows of its rows (query i and head g of the group: row i * group + g).
- * The warps of its blocks have equal shares of its chunks.
+ * A job is a kv head of a sequence with up to kJobRows of its rows (query i and head g of the group: row i * group +
+ * g). The warps of its blocks have equal shares of its chunks, or where it is thin the blocks.
  *
- * Of each group of 8 chunks the warp that has the first one leaves one state of all its chunks; every other chunk of
+ * Of each group of 8 chunks the worker that has the first one leaves one state of all its chunks; every other chunk of
  * the group is a state by itself. So the keys alone say which states there are; each is known by its first chunk. */
 #pragma once
 #include "sm90/serve/config.cuh"
@@ -23,12 +23,25 @@ struct Job {
     int row, count;                    // the first of its rows; those of queries
     int rows_out;                      // rows that are written
     bool counts;                       // faults
+    bool thin;                         // its sequence
     int low, high, shift, first, last; // see Sight
 
-    /* Tiles of the chunks [chunk, chunk_end). */
-    __device__ __forceinline__ Tiles tiles(int chunk, int chunk_end) const {
-        return {max(chunk << shift, low / kTileKeys),
-                chunk < chunk_end ? min(chunk_end << shift, (high + kTileKeys - 1) / kTileKeys) : 0};
+    /* Tiles of 2^keys_log2 keys of the chunks [chunk, chunk_end). */
+    __device__ __forceinline__ Tiles tiles(int chunk, int chunk_end, int keys_log2 = kTileKeysLog2) const {
+        const int by = shift - keys_log2;
+        return {max(chunk << by, low >> keys_log2),
+                chunk < chunk_end ? min(chunk_end << by, ((high - 1) >> keys_log2) + 1) : 0};
+    }
+    /* Those that share its chunks, of so many blocks. */
+    template <class C> __device__ __forceinline__ int workers(int blocks) const {
+        return thin ? blocks : blocks * C::kWarps;
+    }
+    /* Rows are kept in pairs: neighbours, or where it is thin those 8 apart of each 16, which a thread has. */
+    __device__ __forceinline__ int pairs() const {
+        return thin ? count / 16 * 8 + min(count % 16, 8) : (count + 1) / 2;
+    }
+    __device__ __forceinline__ int row_of_pair(int pair, int r) const {
+        return thin ? pair / 8 * 16 + pair % 8 + 8 * r : 2 * pair + r;
     }
 };
 
@@ -46,23 +59,24 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     leads = leads && job.head == 0;
     Spot spot = {};
     if (call.s.q.starts) {
-        spot = find_spot(call, of_head, 0, group, C::kRows, leads, joined);
+        spot = find_spot(call, of_head, 0, group, C::kJobRows, leads, joined);
     } else {
         spot.batch = params.tiles_m.quotient(of_head);
         spot.tile = of_head - spot.batch * params.tiles_m.divisor;
         spot.rows = {call.s.packed_q ? spot.batch : 0, call.s.packed_q ? spot.batch + 1 : call.p.seq_q};
         find_entry(call, spot, leads && spot.tile == 0, joined);
     }
-    const int64_t first = spot.tile * C::kRows;
+    const int64_t first = spot.tile * C::kJobRows, rows = spot.entry.seq_q * group;
     job.entry = spot.entry;
     job.rows = spot.rows, job.first_out = spot.rows.begin;
     job.b = static_cast<int>(spot.batch);
     job.row = static_cast<int>(first);
-    job.count = rows_from(spot.entry.seq_q * group, first, C::kRows);
-    job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kRows);
+    job.count = rows_from(rows, first, C::kJobRows);
+    job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kJobRows);
+    job.thin = rows_of_tile(rows, C::kColumns) == kThinRows;
     job.counts = job.head == 0 && spot.tile == 0;
     const Sight sight =
-        call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined)) : params.dense;
+        call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined), job.thin) : params.dense;
     job.low = sight.low, job.high = sight.high, job.shift = sight.shift;
     job.first = sight.first, job.last = job.count ? sight.last : sight.first;
     return job;

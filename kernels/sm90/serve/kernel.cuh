@@ -1,23 +1,35 @@
-/* serve_sm90: the kernels. A block takes a part of a job, each of its warps a share of the chunks; what the warps leave
- * in workspace is folded by the block itself if it has the whole job, by the blocks of a cluster if they have it, else
- * by serve_fold_kernel. */
+/* serve_sm90: the kernels. A block takes a part of a job, each of its warps a share of the chunks, or where the job is
+ * thin the warps together; what they leave in workspace is folded by the block itself if it has the whole job, by the
+ * blocks of a cluster if they have it, else by serve_fold_kernel. */
 #pragma once
 #include "sm90/common/cluster.cuh"
 #include "sm90/serve/chunk.cuh"
 #include "sm90/serve/fold.cuh"
 #include "sm90/serve/load.cuh"
+#include "sm90/serve/thin.cuh"
 
 namespace fa::sm90::serve {
 
-/* Shared by the threads of a block, beside the rings, which come after it. */
-template <class C> struct Shared {
+/* Of a job of few rows. */
+template <class C> struct Few {
     LaneRow row[C::kWarps][C::kRows];
     uint64_t full[C::kWarps][C::kSlots];
     uint32_t valid[C::kWarps][C::kSlots];
+};
+
+/* Shared by the threads of a block, beside the rings, which come after it. */
+template <class C> struct Shared {
+    union {
+        Few<C> few;
+        Thin<C> thin;
+    };
     int64_t joined[C::kWarps];
     StateList list;
     static constexpr size_t kRoom = 2048; // before the rings
-    static constexpr size_t bytes() { return kRoom + C::kRingBytes + Rows<C>::kQueryBytes; }
+    static constexpr size_t bytes() {
+        const size_t few = C::kRingBytes, thin = C::kThin ? Thin<C>::kRingBytes + Thin<C>::kQueryBytes : 0;
+        return kRoom + (few > thin ? few : thin);
+    }
 };
 
 /* Leaves a state in its slot. */
@@ -87,6 +99,28 @@ __device__ __forceinline__ void attend(const Params &params, const Job &job, Rin
     if (opened >= 0) leave(slots, job, group, opened);
 }
 
+/* The chunks [begin, end) of a warp of few rows. */
+template <class C>
+__device__ __forceinline__ void few_part(const Params &params, const Job &job, Few<C> &shared, char *ring_memory,
+                                         const Slots<C> &slots, int begin, int end) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    Ring<C> ring{params,
+                 job,
+                 ring_memory + warp * C::kSlots * C::kSlotBytes,
+                 shared.full[warp],
+                 shared.valid[warp],
+                 job.tiles(begin, end)};
+    ring.init();
+    if (!params.call.s.given) dependency_wait();
+    if (begin >= end) return;
+    ring.fill();
+    Rows<C> rows;
+    rows.row = shared.row[warp];
+    rows.load_queries(params, job);
+    rows.load_sight(params, job);
+    attend(params, job, ring, rows, slots, begin, end);
+}
+
 /* Brings to L2 what says where the keys of job n lie: all this is read one after the other, but not yet. */
 __device__ __forceinline__ void prefetch_lengths(const Params &params, int n, int part) {
     const fa_sequences &s = params.call.s;
@@ -130,38 +164,31 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         dependency_wait();
     }
     dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
-    const Job job = find_job<C>(params, n, part == 0, shared.joined);
-    const Slots<C> slots(params, n - params.first);
-    const Shares shares(job, parts * C::kWarps);
-    if (part > 0 && !params.clustered && shares.begin(part * C::kWarps) == shares.begin((part + 1) * C::kWarps)) return;
-    const int worker = part * C::kWarps + warp, begin = shares.begin(worker), end = shares.begin(worker + 1);
-    Ring<C> ring{params,
-                 job,
-                 memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
-                 shared.full[warp],
-                 shared.valid[warp],
-                 job.tiles(begin, end)};
-    ring.init();
-    if (!reads) dependency_wait();
-    if (begin < end) ring.fill();
-    Rows<C> rows;
-    rows.row = shared.row[warp];
-    rows.queries = reinterpret_cast<typename Rows<C>::Query *>(memory + Shared<C>::kRoom + C::kRingBytes);
-    if (Rows<C>::kShared || begin < end) rows.load_queries(params, job);
-    if (begin < end) {
-        rows.load_sight(params, job);
-        attend(params, job, ring, rows, slots, begin, end);
-    }
+    Job job = find_job<C>(params, n, part == 0, shared.joined);
+    const Slots<C> slots(params, job, n - params.first);
+    const int each = job.template workers<C>(1); // of a block
+    const Shares shares(job, parts * each);
+    if (part > 0 && !params.clustered && shares.begin(part * each) == shares.begin((part + 1) * each)) return;
+    const int worker = part * each + warp % each, begin = shares.begin(worker), end = shares.begin(worker + 1);
+    char *rings = memory + Shared<C>::kRoom;
+    const bool thin = C::kThin && job.thin, whole = parts == 1;
+    if constexpr (C::kThin)
+        if (thin) {
+            thin_part(params, job, shared.thin, rings, slots, begin, end, whole);
+            job = shared.thin.job; // so that registers need not keep it
+        }
+    if (!thin) few_part(params, job, shared.few, rings, slots, begin, end);
     if (part == 0) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
-    if (parts > 1 && !params.clustered) return;
+    if (whole ? thin : !params.clustered) return;
     if (params.clustered) cluster_arrive();
-    if (warp == 0) list_states(shared.list, shares);
+    const Shares all(job, parts * job.template workers<C>(1));
+    if (warp == 0) list_states(shared.list, all);
     __syncthreads();
     if (params.clustered) cluster_wait(); // behind it, all states of the job can be read
     const int columns_of = params.clustered ? part : 0, blocks = params.clustered ? parts : 1;
     if (job.count)
-        fold_job<C>(params, job, slots, shares, shared.list, C::kUnits * columns_of / blocks,
-                    C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(memory + Shared<C>::kRoom));
+        fold_job<C>(params, job, slots, all, shared.list, C::kUnits * columns_of / blocks,
+                    C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(rings));
 }
 
 /* A job a warp, where no sequence has more keys than a group of chunks: it writes what it has. Of sequences that have
@@ -187,13 +214,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Ring<C> ring{params,
                  job,
                  memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
-                 shared.full[warp],
-                 shared.valid[warp],
+                 shared.few.full[warp],
+                 shared.few.valid[warp],
                  job.tiles(job.first, job.last)};
     ring.init();
     ring.fill();
     Rows<C> rows;
-    rows.row = shared.row[warp];
+    rows.row = shared.few.row[warp];
     rows.load_queries(params, job);
     rows.load_sight(params, job);
     RingState<C::kSlots> at(0);
@@ -220,12 +247,12 @@ __global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_co
     dependency_release();
     const Job job = find_job<C>(params, params.first + static_cast<int>(blockIdx.x), false, joined);
     if (job.count == 0) return dependency_wait(); // so that a later launch waits for serve_sm90_kernel, too
-    const Shares shares(job, params.parts.divisor * C::kWarps);
+    const Shares shares(job, job.template workers<C>(static_cast<int>(params.parts.divisor)));
     if (threadIdx.x < 32) list_states(list, shares);
     __syncthreads();
     const int y = static_cast<int>(blockIdx.y), blocks = static_cast<int>(gridDim.y);
     dependency_wait();
-    fold_job<C>(params, job, Slots<C>(params, blockIdx.x), shares, list, C::kUnits * y / blocks,
+    fold_job<C>(params, job, Slots<C>(params, job, blockIdx.x), shares, list, C::kUnits * y / blocks,
                 C::kUnits * (y + 1) / blocks, parts);
 }
 

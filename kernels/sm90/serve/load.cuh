@@ -35,16 +35,17 @@ __device__ __forceinline__ void cp_async_arrive(uint64_t *barrier, int site = __
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* Copies a tile's rows, of which `all` exist; `offset`: of row `lane` from `base`. Whole rows one after the other. */
-template <class C>
+/* Copies `Rows` rows to slabs of SlabBytes, of which `all` exist; `offset`: of row `lane` from `base`. Whole rows one
+ * after the other. */
+template <int Columns, int Rows, int SlabBytes>
 static __device__ __noinline__ void copy_rows(const char *base, int64_t offset, uint32_t to, uint32_t all,
                                               uint64_t *barrier) {
-    constexpr int kPieces = C::kColumns / 8, kStep = 32 / kPieces; // 16 bytes of a row; rows a step
+    constexpr int kPieces = Columns / 8, kStep = 32 / kPieces; // 16 bytes of a row; rows a step
     const int lane = static_cast<int>(threadIdx.x % 32), piece = lane % kPieces, first = lane / kPieces;
-    to += piece / 8 * C::kSlabBytes + first * 128;
+    to += piece / 8 * SlabBytes + first * 128;
     all >>= first;
 #pragma unroll
-    for (int n = 0; n < kPieces; ++n) // `first` has none of the bits of n * kStep
+    for (int n = 0; n < Rows / kStep; ++n) // `first` has none of the bits of n * kStep
         cp_async_16(to + n * kStep * 128 + ((piece ^ first) % 8 ^ n * kStep % 8) * 16,
                     base + __shfl_sync(~0u, offset, n * kStep + first), all >> n * kStep & 1);
     cp_async_arrive(barrier);
@@ -54,6 +55,39 @@ static __device__ __noinline__ void copy_rows(const char *base, int64_t offset, 
 struct Place {
     int batch, row;
 };
+
+/* Where a key of a job lies. Of a table the entry is read if some query may see the key. No thread waits for it here,
+ * well before the copy of the key begins. */
+__device__ __forceinline__ Place place_of(const Params &params, const Job &job, int key) {
+    if (key < job.low || key >= job.high) return {-1, 0};
+    const fa_sequences &s = params.call.s;
+    if (!s.pages.table) return {s.packed_k ? 0 : job.b, static_cast<int>(job.entry.first_k) + key};
+    const int column = params.page.quotient(static_cast<uint32_t>(key));
+    return {fa_page_entry(&s.pages, job.b, column), key - column * static_cast<int>(s.pages.size)};
+}
+__device__ __forceinline__ bool is_there(const Params &params, const Place &place) {
+    const fa_pages &pages = params.call.s.pages;
+    return place.batch >= 0 && (!pages.table || place.batch < pages.count);
+}
+
+/* Asks for the boxes of 32 keys, of which `all` are there, that lane n has the place of key n of. By the warp, after
+ * the barrier has been told of the bytes. */
+template <int Slabs, int SlabBytes>
+__device__ __forceinline__ void ask_boxes(const Params &params, const Job &job, const CUtensorMap &map,
+                                          const fa_operand &x, uint64_t *full, char *to, const Place &place,
+                                          uint32_t all) {
+    constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
+    // The first key of a box that exists, and its box's first row.
+    const int lane = static_cast<int>(threadIdx.x % 32), keys = params.boxes, first = lane & -keys;
+    const uint32_t box = (all >> first) & (keys == 32 ? ~0u : (1u << keys) - 1);
+    const bool leads = box ? lane == first + __ffs(box) - 1 : lane == first;
+    if (!leads) return;
+    const int row = box ? place.row - (lane - first) : kNowhere, head = x.stride[1] ? job.head : 0,
+              batch = box && x.stride[0] ? place.batch : 0;
+#pragma unroll
+    for (int slab = 0; slab < Slabs; ++slab)
+        tma_load(to + first * 128 + slab * SlabBytes, &map, full, slab * 64, row, head, batch, kEvictFirst);
+}
 
 template <class C> struct Ring {
     const Params &params;
@@ -77,20 +111,10 @@ template <class C> struct Ring {
         __syncwarp();
     }
 
-    /* Where the keys of a tile lie. Of a table the entry is read if some query may see the key. No thread waits for
-     * it here, well before the copy of the key begins. */
     __device__ __forceinline__ Place find(int tile) const {
-        const int key = tile * kTileKeys + lane();
-        if (tile >= tiles.end || key < job.low || key >= job.high) return {-1, 0};
-        const fa_sequences &s = params.call.s;
-        if (!s.pages.table) return {s.packed_k ? 0 : job.b, static_cast<int>(job.entry.first_k) + key};
-        const int column = params.page.quotient(static_cast<uint32_t>(key));
-        return {fa_page_entry(&s.pages, job.b, column), key - column * static_cast<int>(s.pages.size)};
+        return tile < tiles.end ? place_of(params, job, tile * kTileKeys + lane()) : Place{-1, 0};
     }
-    __device__ __forceinline__ bool exists() const {
-        const fa_pages &pages = params.call.s.pages;
-        return place[0].batch >= 0 && (!pages.table || place[0].batch < pages.count);
-    }
+    __device__ __forceinline__ bool exists() const { return is_there(params, place[0]); }
 
     /* Asks for K, or V, of the next tile, if there is one; then for the one after it. */
     __device__ __forceinline__ void start_keys(int at) {
@@ -100,12 +124,11 @@ template <class C> struct Ring {
         if (lane() == 0) valid[at] = all;
         if (~all && job.counts && !here)
             count_page(params, job.b, job.low, job.high, tiles.next * kTileKeys + lane(), place[0].batch);
-        start(at, params.k_map, params.call.p.k, params.call.p.head_dim, here, all);
+        start(at, params.k_map, params.call.p.k, params.call.p.head_dim, all);
     }
     __device__ __forceinline__ void start_values(int at) {
         if (tiles.next >= tiles.end) return;
-        const bool here = exists();
-        start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, here, __ballot_sync(~0u, here));
+        start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, __ballot_sync(~0u, exists()));
         ++tiles.next;
         place[0] = place[1], place[1] = find(tiles.next + 1);
     }
@@ -130,24 +153,12 @@ template <class C> struct Ring {
     }
 
   private:
-    static constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
-
-    __device__ __forceinline__ void start(int at, const CUtensorMap &map, const fa_operand &x, int columns, bool here,
+    __device__ __forceinline__ void start(int at, const CUtensorMap &map, const fa_operand &x, int columns,
                                           uint32_t all) const {
         if (!params.boxes) return copy(at, x, columns, all);
         if (lane() == 0) mbarrier_arrive_expect(full + at, C::kSlotBytes);
         __syncwarp();
-        // The first key of a box that exists, and its box's first row.
-        const int keys = params.boxes, first = lane() & -keys;
-        const uint32_t box = (all >> first) & (keys == 32 ? ~0u : (1u << keys) - 1);
-        const bool leads = box ? lane() == first + __ffs(box) - 1 : lane() == first;
-        if (!leads) return;
-        const int row = box ? place[0].row - (lane() - first) : kNowhere, head = x.stride[1] ? job.head : 0,
-                  batch = box && x.stride[0] ? place[0].batch : 0;
-        char *to = slot(at) + first * 128;
-#pragma unroll
-        for (int slab = 0; slab < C::kColumns / 64; ++slab)
-            tma_load(to + slab * C::kSlabBytes, &map, full + at, slab * 64, row, head, batch, kEvictFirst);
+        ask_boxes<C::kColumns / 64, C::kSlabBytes>(params, job, map, x, full + at, slot(at), place[0], all);
     }
 
     __device__ __forceinline__ void copy(int at, const fa_operand &x, int columns, uint32_t all) const {
@@ -155,7 +166,8 @@ template <class C> struct Ring {
         const int lane = this->lane(), piece = lane % kPieces;
         const char *base = static_cast<const char *>(x.data) + (job.head * x.stride[1] + piece * 8) * 2;
         const int64_t offset = (place[0].batch * x.stride[0] + place[0].row * x.stride[2]) * 2;
-        copy_rows<C>(base, offset, shared_address(slot(at)), piece * 8 < columns ? all : 0, full + at);
+        copy_rows<C::kColumns, 32, C::kSlabBytes>(base, offset, shared_address(slot(at)), piece * 8 < columns ? all : 0,
+                                                  full + at);
     }
     static_assert(C::kColumns <= 256, "a row of a slot is a step of a warp at most");
 };

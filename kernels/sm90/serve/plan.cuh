@@ -11,9 +11,10 @@ struct Own {
     int64_t jobs, tiles_m;
     int64_t at_once;       // jobs of a launch
     int parts, fold_parts; // blocks of a job
-    int slots, pairs;
-    bool clustered; // the parts of a job
-    bool brief;     // a job a warp
+    int slots, pairs;      // of states in workspace, at most
+    int64_t job_bytes;     // of them
+    bool clustered;        // the parts of a job
+    bool brief;            // a job a warp
 };
 
 using Launch = fa_code(const Params &, const Own &, const fa_launch &);

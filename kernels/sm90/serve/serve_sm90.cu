@@ -1,18 +1,18 @@
 /* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps.
  *
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
- * kv head of a sequence (job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
- * ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in workspace.
- * They are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on the warp
- * that computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
+ * kv head of a sequence (job.cuh). Where it has up to 8 rows, each of their warps takes chunks of 64 * 2^e keys, which
+ * it brings to its own ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in
+ * workspace. Where it has more (classes.cuh), a block takes chunks of 256 * 2^e keys by wgmma (thin_load.cuh,
+ * thin.cuh). States are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on who
+ * computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
- * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
+ * beyond 64 of a kv head (8 where head_dim is above 128) read its keys again.
  *
  * @arch sm_90a
  * @instances instance.cu
- * @instance d{64,128}_r{8,16}_{f16,bf16} {1} {2} {3:__half,__nv_bfloat16}
- * @instance d256_r8_{f16,bf16} 256 8 {1:__half,__nv_bfloat16}
+ * @instance d{64,128,256}_{f16,bf16} {1} {2:__half,__nv_bfloat16}
  */
 #include <algorithm> // std::max, std::min
 
@@ -27,27 +27,24 @@ namespace fa::sm90::serve {
 
 /* An instance as the host knows it. */
 struct Form {
-    int columns, rows, blocks_per_sm, threads;
-    size_t shared, state; // state: of a pair of rows
+    int columns, rows, blocks_per_sm, threads; // rows: of a job
+    size_t shared, state;                      // state: of a pair of rows
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
-template <int Columns, int Rows> constexpr Form form_of(fa_dtype dtype, Launch *launch) {
-    using C = Config<uint16_t, Columns, Rows / 8>;
-    return {Columns, Rows, C::kBlocksPerSm, C::kThreads, Shared<C>::bytes(), Slots<C>::bytes(1), dtype, launch};
+template <int Columns> constexpr Form form_of(fa_dtype dtype, Launch *launch) {
+    using C = Config<uint16_t, Columns>;
+    return {Columns, C::kJobRows, C::kBlocksPerSm, C::kThreads, Shared<C>::bytes(), Slots<C>::bytes(1), dtype, launch};
 }
-#define FA_ENTRY(name, columns, rows, T) form_of<columns, rows>(kDtypeOf<T>, name),
+#define FA_ENTRY(name, columns, T) form_of<columns>(kDtypeOf<T>, name),
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Form kForms[] = {FA_INSTANCES(FA_ENTRY)};
 
-/* The first that has the columns, and if there is one the rows; NULL: they are left out. */
-static const Form *form_for(int64_t columns, int64_t rows, fa_dtype dtype) {
-    const Form *found = nullptr;
-    for (const Form &form : kForms) {
-        if (!form.launch || form.dtype != dtype || columns > form.columns) continue;
-        if (!found || (form.columns == found->columns && rows > found->rows)) found = &form;
-    }
-    return found;
+/* The first that has the columns; NULL: they are left out. */
+static const Form *form_for(int64_t columns, fa_dtype dtype) {
+    for (const Form &form : kForms)
+        if (form.launch && form.dtype == dtype && columns <= form.columns) return &form;
+    return nullptr;
 }
 
 constexpr int kFewest = 4;               // chunks of a block, at least
@@ -74,25 +71,17 @@ static int64_t queries_at_most(const fa_problem *problem) {
     return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
 }
 
-/* Rows that a job of most sequences has at most: packed sequences are taken for equally long. */
-static int64_t rows_of_job(const fa_problem *problem) {
-    const fa_forward &p = problem->forward;
-    const fa_sequences &s = problem->sequences;
-    const int64_t queries = !s.packed_q ? p.seq_q : s.q.starts ? divide_up(p.seq_q, std::max<int64_t>(p.batch, 1)) : 1;
-    return queries * group_of(p);
-}
-
 /* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
  * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs of few rows over
  * many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of mma_sm80's time on an H200 (4k to 128k keys,
  * but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster there and on wgmma_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
-    constexpr int64_t kManyKeys = 4096, kFewRows = 4, kFewJobs = 14; // jobs: of so many multiprocessors one
+    constexpr int64_t kManyKeys = 4096, kDenseRows = 4, kFewJobs = 14; // jobs: of so many multiprocessors one
     const fa_sequences &s = problem->sequences;
     const int64_t rows = queries_at_most(problem) * group_of(problem->forward);
     if (s.given && !s.q.starts && rows <= form.rows) return FA_TAKES;
     const bool few_jobs = own.jobs * kFewJobs <= sms && form.columns == 128 && problem->forward.seq_k >= kManyKeys;
-    if (!s.given && rows <= kFewRows && few_jobs)
+    if (!s.given && rows <= kDenseRows && few_jobs)
         return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
     return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
 }
@@ -110,7 +99,7 @@ static int64_t keys_at_most(const fa_problem *problem) {
  * is room for few, a cluster of two takes the job and needs no second kernel: 40 us where blocks that leave their
  * states to serve_fold_kernel took 44 and clusters of four, which do not all fit at once, 58 (8 sequences of 4k keys,
  * 32/8 heads, bfloat16, on an H200). */
-static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
+static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, bool thin, Own &own) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
@@ -119,9 +108,32 @@ static void share(const fa_problem *problem, const Form &form, int64_t sms, int6
     int64_t parts = 1;
     if (jobs * 4 < sms * 3 || (s.given && jobs * 2 <= room)) parts = room / jobs;
     if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
-    own.parts = static_cast<int>(std::min(parts, most));
+    parts = std::min(parts, most);
+    if (thin) { // no more blocks than make the longest share shorter
+        const int64_t chunks = fa_clamp(divide_up(keys, kThinChunkKeys), 1, kThinChunks);
+        parts = divide_up(chunks, divide_up(chunks, parts));
+    }
+    own.parts = static_cast<int>(parts);
     own.clustered = s.given && !(differ && keys > kMostClustered) && own.parts > 1 && parts <= kMostRoom;
     if (own.clustered) own.parts = 2;
+}
+
+/* Room for the states of a job, whose sequence may be of few rows where others are thin. A block that has a whole thin
+ * job needs one slot. */
+static void size_states(const fa_problem *problem, const Form &form, int64_t rows, int64_t keys, bool thin, Own &own) {
+    const fa_sequences &s = problem->sequences;
+    const auto need = [&](int64_t slots, int64_t pairs) {
+        own.slots = static_cast<int>(slots), own.pairs = static_cast<int>(pairs);
+        own.job_bytes = std::max(own.job_bytes, slots * pairs * int64_t(form.state));
+    };
+    own.job_bytes = 0;
+    if (!thin || s.q.used || s.q.starts)
+        need(std::min<int64_t>(divide_up(keys, kChunkKeys) + 1, kMaxChunks),
+             (std::min<int64_t>(rows, kFewRows) + 1) / 2);
+    if (!thin) return;
+    const int64_t chunks = std::min<int64_t>(divide_up(keys, kThinChunkKeys) + 1, kThinChunks),
+                  most = std::min<int64_t>(rows, kThinRows);
+    need(own.parts == 1 ? 1 : chunks, most / 16 * 8 + std::min<int64_t>(most % 16, 8));
 }
 
 /* Blocks that fold a job: as many as there is room for, and enough for each to fold the groups of its columns side by
@@ -150,25 +162,24 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
 
     Own &own = fa_own<Own>(plan);
     const int64_t group = group_of(p), most = queries_at_most(problem) * group;
-    const Form *found = form_for(p.head_dim, rows_of_job(problem), p.dtype);
+    const Form *found = form_for(p.head_dim, p.dtype);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     const Form &form = *found;
     own.instance = static_cast<int>(found - kForms);
     own.tiles_m = divide_up(most, form.rows);
     own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
-    own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
-    const int64_t keys = keys_at_most(problem), chunks = divide_up(keys, kChunkKeys);
-    own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
-    const int64_t sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
-    share(problem, form, sms, keys, own);
+    const int64_t keys = keys_at_most(problem), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
+    const bool thin = rows_of_tile(most, form.columns) == kThinRows;
+    share(problem, form, sms, keys, thin, own);
+    size_states(problem, form, most, keys, thin, own);
     // So short a sequence leaves most warps of a block without work, and has one state: of one chunk all but one, so
     // that few jobs go without workspace, too.
     const int64_t brief_keys = jobs >= 4 * sms ? kGroup * kChunkKeys : kChunkKeys;
-    own.brief = form.rows == 8 && p.seq_k <= brief_keys && !s.q.starts && !s.k.starts;
+    own.brief = !thin && p.seq_k <= brief_keys && !s.q.starts && !s.k.starts;
     own.fold_parts = fold_parts_of(form, own, sms);
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
-    const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
+    const int64_t each = own.brief ? 0 : own.job_bytes, limit = device->workspace_limit;
     own.at_once = own.jobs;
     if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
     if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
@@ -211,8 +222,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         .group = Divider::of(p.heads / p.heads_kv),
         .page = Divider::of(std::max<int64_t>(1, std::min<int64_t>(problem->sequences.pages.size, INT32_MAX))),
         .tiles_m = Divider::of(std::max<int64_t>(own.tiles_m, 1)),
-        .slots = own.slots,
-        .pairs = own.pairs,
+        .job_bytes = own.job_bytes,
         .parts = Divider::of(own.parts),
         .clustered = own.clustered,
         .workspace = static_cast<char *>(launch->workspace),
@@ -221,7 +231,9 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     if (!s.given) s.q.rows = p.seq_q, s.k.rows = p.seq_k;
     if (!s.given) {
         fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
-        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right));
+        const int64_t rows = p.seq_q * group_of(p);
+        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right),
+                                 rows_of_tile(rows, kForms[own.instance].columns) == kThinRows);
     }
     if (const int keys = box_keys(p, s, *launch)) {
         params.boxes = keys;
