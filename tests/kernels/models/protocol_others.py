@@ -323,6 +323,69 @@ def serve_model(tiles: int, warps: int = 2, places: int = 3, mistakes: frozenset
     return buffers.link()
 
 
+def thin_model(
+    tiles: int,
+    slots: int = 5,
+    warps: int = 4,
+    copied: bool = False,
+    clears: bool = False,
+    wgmma_joins: bool = True,
+    mistakes: frozenset[str] = frozenset(),
+) -> Model:
+    """serve_sm90's thin jobs: K and V of `tiles` tiles by turns in one ring of `slots`. The last warp asks for boxes of TMA,
+    or where they are `copied` each warp for its keys. `clears`: each warp clears rows of V, then __syncthreads().
+
+    full    All warps wait. The next phase needs that the slot is asked for again, behind `empty`, at which each arrives
+            after its own wait.
+    empty   Those wait that ask. The next phase needs the arrivals of all warps for a tile that is asked for after that wait.
+    Neither assumes that a wgmma waits for all four warps (wgmma_joins).
+
+    Mistakes: "freed early" (before the product has ended), "no empty" (the asker does not wait), "no join" (behind clearing)."""
+    model = Model()
+    buffers = Buffers(model)
+    askers = range(warps) if copied else (warps - 1,)
+    buffers.stages = {"cleared": slots} | {f"kv{w}": slots for w in askers}
+    for s in range(slots):
+        model.barrier(f"full[{s}]", 2 * len(askers), parity=True)
+        model.barrier(f"empty[{s}]", warps, parity=True)
+    model.barrier("syncthreads", warps)
+    tensors = [TensorCore(buffers, "tensor", warps)] * warps
+    if not wgmma_joins:
+        tensors = [TensorCore(buffers, f"tensor{w}", 1) for w in range(warps)]
+    for w in range(warps):
+        actor = model.actor(f"warp{w}")
+        tensor = Wgmma(actor, tensors[w])
+
+        def ask(use: int, actor: Actor = actor, mine: bool = w in askers, buffer: str = f"kv{w}") -> None:
+            if mine and use < 2 * tiles:
+                actor.arrive(f"full[{use % slots}]", use // slots, f"use {use}: arrive_expect")
+                buffers.copy(actor, buffer, use, f"full[{use % slots}]", use // slots, f"use {use}")
+
+        for use in range(slots):
+            ask(use)
+        for use in range(2 * tiles):
+            slot, phase = use % slots, use // slots
+            actor.wait(f"full[{slot}]", phase, f"use {use}: wait")
+            if clears and use % 2:
+                cleared = actor.step(f"use {use}: clear rows")
+                buffers.fill("cleared", use, cleared, cleared)
+                for a in askers:
+                    buffers.read(f"kv{a}", use, cleared, cleared)
+                if "no join" not in mistakes:
+                    actor.join("syncthreads", f"use {use}: cleared")
+            reads = [(f"kv{a}", use) for a in askers] + [("cleared", use)] * (clears and use % 2)
+            tensor.issue(reads, f"use {use}")
+            if "freed early" in mistakes:
+                actor.arrive(f"empty[{slot}]", phase, f"use {use}: free")
+            tensor.wait(0, f"use {use}")
+            if "freed early" not in mistakes:
+                actor.arrive(f"empty[{slot}]", phase, f"use {use}: free")
+            if w in askers and use + slots < 2 * tiles and "no empty" not in mistakes:
+                actor.wait(f"empty[{slot}]", phase, f"use {use}: all have read")
+            ask(use + slots)
+    return buffers.link()
+
+
 def simt_model(blocks: int, separate: bool, warps: int = 2, without: int | None = None) -> Model:
     """One group of the simt kernel: its warps store their shares of K and of V and read all of them. bar.sync of the
     group's own id (__syncthreads() where there is one group, __syncwarp() for a group of one warp): generations, no

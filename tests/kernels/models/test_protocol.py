@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.models.protocol import Model, Violation, all_schedules, random_schedules, slowest_actors
 from tests.kernels.models.protocol_forward import Forward, Tile, forward_model, tiles_of
-from tests.kernels.models.protocol_others import launches_model, mma_model, serve_model, simt_model, split_model, wmma_model
+from tests.kernels.models.protocol_others import launches_model, mma_model, serve_model, simt_model, split_model, thin_model, wmma_model
 
 JOINED = frozenset("kvq")
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
@@ -287,6 +287,18 @@ def test_serving_of_mma_is_sound_and_needs_its_barrier_and_its_places() -> None:
     for mistake in ("no barrier", "refill early"):
         assert found(slowest_actors(serve_model(7, mistakes=frozenset({mistake}))), "order"), mistake
     assert found(slowest_actors(serve_model(7, places=2)), "order")
+
+
+@pytest.mark.parametrize("copied, clears, joins", list(product((False, True), repeat=3)))
+def test_thin_jobs_are_sound_and_need_their_waits(copied: bool, clears: bool, joins: bool) -> None:
+    shape = {"copied": copied, "clears": clears, "wgmma_joins": joins}
+    for slots in (5, 11):
+        assert (violation := slowest_actors(thin_model(9, slots, **shape))) is None, str(violation)
+    assert (violation := random_schedules(thin_model(7, **shape), 10, seed=1)) is None, str(violation)
+    if joins:
+        return  # a wgmma that waits for all warps hides the mistakes
+    for mistake in ("freed early", "no empty", *["no join"] * clears):
+        assert found(slowest_actors(thin_model(9, **shape, mistakes=frozenset({mistake}))), "order"), mistake
 
 
 @pytest.mark.parametrize("separate, barriers", [(True, 2), (False, 4)])
