@@ -354,10 +354,10 @@ def _packed_backward(records: dict, which: str = "gpu") -> str:
 SERVING_GROUPS = {
     "one query, dense keys": r"D\d\w?", "one query, pages of 16, 64 or 256 keys": r"P1 .*", "one query, pages of 1 or 3 keys": r"P2 .*",
     "one query, 512 to 65,536 keys": "R1", "one query, one sequence of 131,072 keys among 63 of 512": "R2",
-    "one query, short sequences and half-empty batches": "R3", "one query, with cu_seqlens_q": r".* packed", "1, 4 or 8 queries": "S1",
-    "one query, with options": "S2", "few queries, dense keys": "Q1", "prefill of equal lengths": r"V1( dense)?",
+    "one query, short sequences and half-empty batches": "R3", "one query, with cu_seqlens_q": r".* packed( dense)?", "1, 4 or 8 queries": "S1",
+    "one query, with options": "S2", "1 or 4 queries, head_dim 256": "H1", "few queries, dense keys": "Q1", "prefill of equal lengths": r"V1( dense)?",
     "prefill of drawn lengths": "V2", "prefill of short or empty sequences": "V3", "prefill, paged": "V4",
-    "a piece of a prompt": "C1", "a prompt beside single queries": "X1",
+    "a piece of a prompt": "C1", "a prompt beside single queries": "X1", "256 queries on 4,096 keys": "E1",
 }  # fmt: skip
 
 
@@ -382,13 +382,15 @@ def _serving(records: dict) -> str:
 
 
 def _serving_groups(records: dict) -> str:
-    """For each group of cases of the preset the fastest peer over the fastest kernel on each GPU."""
+    """For each group of cases of the preset that records hold the fastest peer over the fastest kernel on each GPU."""
     lines = []
     for group, named in SERVING_GROUPS.items():
         cases = [case for name, of in problems.CELLS["serving"].items() if re.fullmatch(named, name) for case in of]
-        line = [group, len(cases)]
-        for which in GPUS:
-            cells = [Cell(records[which], case, "cold") for case in cases]
+        held = {which: [cell for case in cases if (cell := Cell(records[which], case, "cold")).runs] for which in GPUS}
+        if not any(held.values()):
+            continue
+        line = [group, max(map(len, held.values()))]
+        for cells in held.values():
             known = [ratio for cell in cells if (ratio := cell.least_over(cell.fastest(), SERVING_PEERS))]
             line += [_mean(known), f"{min(known):.2f}" if known else "-"]
         lines.append(line)

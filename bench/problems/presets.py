@@ -108,18 +108,19 @@ def _cpu():
     return [*whole, Case(1, 8, 8, 16384, 16384, 64, dtype="float32"), *short, *decode]
 
 
-def _sequences(lengths, heads=32, heads_kv=8, **options):
+def _sequences(lengths, heads=32, heads_kv=8, head_dim=128, **options):
     """Of [(queries, keys)], or of [keys] of one query each, in pages of 16 unless said otherwise."""
     lengths = [n if isinstance(n, tuple) else (1, n) for n in lengths]
     n_q, n_k = zip(*lengths)
     common = {"dtype": "bfloat16", "q": "one" if set(n_q) == {1} else "packed", "k": "paged", "slack": 0}
-    return Case.sequences(n_q, n_k, heads, heads_kv, 128, **common | options)
+    return Case.sequences(n_q, n_k, heads, heads_kv, head_dim, **common | options)
 
 
 def _cells():
-    """{cell: cases}: decode dense (D) and paged (P1; P2 pages of 1 and 3 keys), of lengths that differ (R), both also as an engine
-    calls, with cu_seqlens_q ("packed"), few queries (S1) and options (S2), few queries and many keys (Q1), packed prefill (V1 to V3) and paged (V4), pieces of a prompt (C1), a prompt beside
-    decoding (X1)."""
+    """{cell: cases}: decode dense (D) and paged (P1; P2 pages of 1 and 3 keys), of lengths that differ (R), few queries (S1) and options
+    (S2); these also as an engine calls, with cu_seqlens_q ("packed"), and with packed keys ("packed dense"); head_dim 256 (H1); few
+    queries and many keys (Q1), packed prefill (V1 to V3) and paged (V4), pieces of a prompt (C1), a prompt beside decoding (X1),
+    other keys than the queries' own (E1)."""
     decode = {"D1": (1, 8, 4096), "D2": (1, 8, 32768), "D3": (1, 8, 131072), "D4": (1, 32, 4096), "D5": (16, 8, 4096),
               "D6a": (64, 8, 8192), "D6b": (128, 32, 2048)}  # fmt: skip
     cells: dict[str, list] = {}
@@ -133,14 +134,18 @@ def _cells():
     cells["R1"] = [_sequences([512 << i for i in range(8) for _ in range(8)])]
     cells["R2"] = [_sequences([131072] + [512] * 63)]
     cells["R3"] = [_sequences([128] * 4096), _sequences([4096, 0] * 8), _sequences([4096] * 8)]
-    for name in ("D1", "D5", "D6a"):
-        b, hk, s = decode[name]
-        cells[f"{name} packed"] = [_sequences([s] * b, heads_kv=hk, q="packed")]
+    for name, (b, hk, s) in decode.items():
+        cells[f"{name} packed"] = [_sequences([s] * b, heads_kv=hk, q="packed", page_size=page) for page in (16, 1, 3, 256)]
+        cells[f"{name} packed dense"] = [_sequences([s] * b, heads_kv=hk, q="packed", k="packed")]
     for name in ("R1", "R2", "R3"):
         cells[f"{name} packed"] = [case.changed(q="packed") for case in cells[name]]
     cells["S1"] = [_sequences([(n, 8192)] * 32, causal="bottom_right" if n > 1 else False) for n in (1, 4, 8)]
     cells["S2"] = [_sequences([32768] * 16, window=(1024, 0)), _sequences([1025] * 16),
                    *(_sequences([4096] * 16, **option) for option in ({"sinks": True}, {"softcap": 30.0}, {"alibi": "heads"}))]  # fmt: skip
+    cells["S2 packed"] = [_sequences([32768] * 16, window=(1024, 0), q="packed"), _sequences([1025] * 16, q="packed")]
+    cells["H1"] = [_sequences([(n, 4096)] * 16, h, hk, 256, q="packed", causal="bottom_right" if n > 1 else False)
+                   for h, hk in ((16, 8), (32, 4), (16, 1)) for n in (1, 4)]  # fmt: skip
+    cells["E1"] = [_sequences([(256, 4096)] * 16, k="packed")]
     cells["Q1"] = [Case(b, h, hk, sq, sk, 128, dtype="bfloat16", layout="bshd")
                    for b, h, hk, sq, sk in ((1, 32, 8, 64, 8192), (4, 32, 8, 16, 4096), (2, 16, 16, 200, 5000))]  # fmt: skip
     prefill = {"k": "packed", "causal": "bottom_right"}

@@ -83,6 +83,11 @@ def test_the_serving_preset_has_every_cell_once():
     assert len(set(map(str, every))) == len(every) and {"D1", "P1 D6b", "P2 D5", "R1", "S1", "Q1", "V2", "X1"} <= set(SERVING)
     assert all(problems.parse(str(case), problems.OPERATIONS) == case for case in every)
     assert [sum(case.n_k) for case in SERVING["R1"] + SERVING["R2"]] == [1044480, 163328]
+    packed = [case for name, of in SERVING.items() if "packed" in name for case in of]
+    assert all(case.storage.q == "packed" and set(case.n_q) == {1} for case in packed)
+    assert {case.storage.page_size for case in SERVING["D6b packed"]} == {1, 3, 16, 256} and SERVING["D3 packed dense"][0].storage.k == "packed"
+    assert [(case.heads, case.heads_kv, case.seq_q) for case in SERVING["H1"] if case.head_dim == 256] == [
+        (16, 8, 1), (16, 8, 4), (32, 4, 1), (32, 4, 4), (16, 1, 1), (16, 1, 4)]  # fmt: skip
     assert all(isinstance(case, Case) or case.operation == "serving" for case in PRESETS["cpu-serving"])
 
 
