@@ -11,6 +11,8 @@ from bench.problems.case import Case
 OPERATIONS = ("forward", "serving", "backward")
 # FLOPs and bytes of one call at most, by kind of device.
 MOST = {"cuda": (1e12, 1.5e9), "cpu": (1e8, 1e8)}
+# Bytes of a call whose operands are filled on the host, as those beside masks and sinks are, at most.
+MOST_ON_HOST = 3e7
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 PAGES = (1, 3, 16, 256)
@@ -100,8 +102,8 @@ def _forward(rng: random.Random) -> Case:
     sinks = {"sinks": "float32"} if rng.random() < 0.1 else {}
     mask = {"mask": "rows"} if rng.random() < 0.05 and seq_q * seq_k < 1 << 22 else {}
     causal = True if seq_q == seq_k else "bottom_right"
-    return Case(batch=_log(rng, 1, 64), seq_q=seq_q, seq_k=seq_k, layout=rng.choice(("bshd", "bhsd")), **_common(rng), **_seen(rng, causal), **sinks,
-                **mask)  # fmt: skip
+    case = Case(batch=_log(rng, 1, 64), seq_q=seq_q, seq_k=seq_k, layout=rng.choice(("bshd", "bhsd")), **_common(rng), **_seen(rng, causal))
+    return case.changed(**sinks, **mask) if _stored(case) <= MOST_ON_HOST else case
 
 
 def _lengths(rng: random.Random) -> list[tuple[int, int]]:
