@@ -64,60 +64,33 @@ template <class C> struct Rows {
     using T = typename C::T;
     static constexpr int kSteps = C::kColumns / 16;
 
-    static constexpr bool kShared = C::kRowTiles > 1;
-    static constexpr size_t kQueryBytes = kShared ? kSteps * 32 * C::kRowTiles * 8 : 0;
-
     /* A lane's part of 16 columns of Q^T, operand b. */
-    struct alignas(8 * C::kRowTiles) Query {
-        uint32_t part[C::kRowTiles][2];
+    struct Query {
+        uint32_t part[2];
     };
 
-    LaneRow *row;                     // of the warp, in shared memory
-    Query *queries;                   // of the block, in shared memory: two tiles of rows do not fit into registers
-    Query kept[kShared ? 1 : kSteps]; // one tile does
-    int common_begin, common_end;     // keys that every row of the warp sees
-
-    __device__ __forceinline__ Query query(int step) const {
-        return kShared ? queries[step * 32 + threadIdx.x % 32] : kept[step];
-    }
+    LaneRow *row; // of the warp, in shared memory
+    Query query[kSteps];
+    int common_begin, common_end; // keys that every row of the warp sees
 
     /* The lane's row r. */
-    __device__ __forceinline__ const LaneRow &own(int r) const {
-        return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
-    }
+    __device__ __forceinline__ const LaneRow &own(int r) const { return row[2 * (threadIdx.x % 4) + r]; }
 
-    /* By the block. */
+    /* By the warp. */
     __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
         const AttentionParams &p = params.call.p;
-        const int lane = threadIdx.x % 32;
-        const T *from[C::kRowTiles];
-        bool exists[C::kRowTiles];
+        const int lane = threadIdx.x % 32, index = lane / 4;
+        const bool exists = index < job.count;
+        const RowPlace at = row_place(params, job, exists ? index : 0);
+        const T *from = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < C::kRowTiles; ++n) {
-            const int index = 8 * n + lane / 4;
-            exists[n] = index < job.count;
-            const RowPlace at = row_place(params, job, exists[n] ? index : 0);
-            from[n] = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
-        }
-        const auto load = [&](int step) {
-            Query x;
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int column = 16 * step + 8 * half;
-                    x.part[n][half] =
-                        exists[n] && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from[n] + column) : 0;
-                }
-            return x;
-        };
-        if constexpr (kShared) {
-            for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
-            __syncthreads();
-        } else {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) kept[step] = load(step);
-        }
+            for (int half = 0; half < 2; ++half) {
+                const int column = 16 * step + 8 * half;
+                query[step].part[half] =
+                    exists && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from + column) : 0;
+            }
     }
 
     /* Loads the keys that the rows see. By the whole warp. */
@@ -130,7 +103,7 @@ template <class C> struct Rows {
             common_begin = mine.begin, common_end = mine.end;
         }
         __syncwarp();
-        if (lane < C::kRows) row[lane] = mine;
+        if (lane < kFewRows) row[lane] = mine;
         __syncwarp();
         common_begin = __reduce_max_sync(~0u, common_begin), common_end = __reduce_min_sync(~0u, common_end);
     }
@@ -140,19 +113,17 @@ template <class C> struct Rows {
 template <class C> struct Chunk {
     using T = typename C::T;
     static constexpr int kKeyTiles = kTileKeys / 16, kColumnTiles = C::kColumns / 16;
-    float out[kColumnTiles][C::kRowTiles][4];
-    RowState state[C::kLaneRows]; // `maximum`: the shift of the weights; `sum`: this lane's share until close()
-    using Scores = float[kKeyTiles][C::kRowTiles][4];
+    float out[kColumnTiles][4];
+    RowState state[kLaneRows]; // `maximum`: the shift of the weights; `sum`: this lane's share until close()
+    using Scores = float[kKeyTiles][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int m = 0; m < kColumnTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
+            for (int e = 0; e < 4; ++e) out[m][e] = 0.0f;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) state[r].maximum = kNoShift, state[r].sum = 0.0f;
+        for (int r = 0; r < kLaneRows; ++r) state[r].maximum = kNoShift, state[r].sum = 0.0f;
     }
 
     /* S^T of a tile. */
@@ -164,27 +135,21 @@ template <class C> struct Chunk {
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = odd[m][n][e] = 0.0f;
+            for (int e = 0; e < 4; ++e) s[m][e] = odd[m][e] = 0.0f;
 #pragma unroll
         for (int step = 0; step < C::kColumns / 16; ++step) {
-            const typename Rows<C>::Query query = rows.query(step);
+            const typename Rows<C>::Query &query = rows.query[step];
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m) {
                 uint32_t a[4];
                 ldmatrix_x4<false>(a, (address ^ step % 4 * 32) + step / 4 * C::kSlabBytes + m * 2048);
-#pragma unroll
-                for (int n = 0; n < C::kRowTiles; ++n)
-                    mma_16x8x16<T>(step % 2 ? odd[m][n] : s[m][n], a, query.part[n][0], query.part[n][1]);
+                mma_16x8x16<T>(step % 2 ? odd[m] : s[m], a, query.part[0], query.part[1]);
             }
         }
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = __fadd_rn(s[m][n][e], odd[m][n][e]);
+            for (int e = 0; e < 4; ++e) s[m][e] = __fadd_rn(s[m][e], odd[m][e]);
     }
 
     /* Products to scores in base 2, those that a row does not see to -inf. `first`: the tile's first key. */
@@ -195,9 +160,7 @@ template <class C> struct Chunk {
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-                for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) change(s[m][n][e], 16 * m + e / 2 * 8, 2 * n + e % 2);
+                for (int e = 0; e < 4; ++e) change(s[m][e], 16 * m + e / 2 * 8, e % 2);
         };
         if (params.score.cap_log2 > 0)
             each([&](float &x, int, int) {
@@ -220,20 +183,19 @@ template <class C> struct Chunk {
      * weights up to 2^8 are held as precisely as weights up to 1. Each row is raised for itself, so that its bits do
      * not depend on the rows beside it. */
     __device__ __forceinline__ void soften(Scores &s) {
-        float highest[C::kLaneRows];
+        float highest[kLaneRows];
         bool outgrown = false;
 #pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) {
-            const int n = r / 2, j = r % 2;
-            highest[r] = fmaxf(s[0][n][j], s[0][n][j + 2]);
+        for (int r = 0; r < kLaneRows; ++r) {
+            highest[r] = fmaxf(s[0][r], s[0][r + 2]);
 #pragma unroll
-            for (int m = 1; m < kKeyTiles; ++m) highest[r] = fmaxf(highest[r], fmaxf(s[m][n][j], s[m][n][j + 2]));
+            for (int m = 1; m < kKeyTiles; ++m) highest[r] = fmaxf(highest[r], fmaxf(s[m][r], s[m][r + 2]));
             outgrown |= __fsub_rn(highest[r], state[r].maximum) > 8.0f;
         }
         if (__any_sync(~0u, outgrown)) {
-            float factor[C::kLaneRows];
+            float factor[kLaneRows];
 #pragma unroll
-            for (int r = 0; r < C::kLaneRows; ++r) {
+            for (int r = 0; r < kLaneRows; ++r) {
                 float top = highest[r];
 #pragma unroll
                 for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
@@ -244,20 +206,17 @@ template <class C> struct Chunk {
 #pragma unroll
             for (int m = 0; m < kColumnTiles; ++m)
 #pragma unroll
-                for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], factor[2 * n + e % 2]);
+                for (int e = 0; e < 4; ++e) out[m][e] = __fmul_rn(out[m][e], factor[e % 2]);
         }
 #pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) {
-            const int n = r / 2, j = r % 2;
+        for (int r = 0; r < kLaneRows; ++r) {
             float sum = 0.0f;
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-                for (int e = j; e < 4; e += 2) {
-                    s[m][n][e] = exp2_fast(__fsub_rn(s[m][n][e], state[r].maximum));
-                    sum = __fadd_rn(sum, s[m][n][e]);
+                for (int e = r; e < 4; e += 2) {
+                    s[m][e] = exp2_fast(__fsub_rn(s[m][e], state[r].maximum));
+                    sum = __fadd_rn(sum, s[m][e]);
                 }
             state[r].sum = __fadd_rn(state[r].sum, sum);
         }
@@ -270,18 +229,15 @@ template <class C> struct Chunk {
             shared_address(values) + (lane % 8 + (lane >> 4) * 8) * 128 + ((lane >> 3 & 1) ^ (lane % 8)) * 16;
 #pragma unroll
         for (int k = 0; k < kKeyTiles; ++k) {
-            uint32_t weights[C::kRowTiles][2];
+            uint32_t weights[2];
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    weights[n][half] = transpose_8x8(pack<T>(s[k][n][2 * half], s[k][n][2 * half + 1]));
+            for (int half = 0; half < 2; ++half)
+                weights[half] = transpose_8x8(pack<T>(s[k][2 * half], s[k][2 * half + 1]));
 #pragma unroll
             for (int m = 0; m < kColumnTiles; ++m) {
                 uint32_t a[4];
                 ldmatrix_x4<true>(a, (address ^ m % 4 * 32) + m / 4 * C::kSlabBytes + k * 2048);
-#pragma unroll
-                for (int n = 0; n < C::kRowTiles; ++n) mma_16x8x16<T>(out[m][n], a, weights[n][0], weights[n][1]);
+                mma_16x8x16<T>(out[m], a, weights[0], weights[1]);
             }
         }
     }
@@ -289,7 +245,7 @@ template <class C> struct Chunk {
     /* The sums of whole rows, in every lane that holds the row. */
     __device__ __forceinline__ void close() {
 #pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r)
+        for (int r = 0; r < kLaneRows; ++r)
 #pragma unroll
             for (int by = 4; by < 32; by *= 2)
                 state[r].sum = __fadd_rn(state[r].sum, __shfl_xor_sync(~0u, state[r].sum, by));
@@ -297,9 +253,9 @@ template <class C> struct Chunk {
 
     /* this = fold(this, other), or other. */
     __device__ __forceinline__ void take(const Chunk &other, bool first) {
-        Factors f[C::kLaneRows];
+        Factors f[kLaneRows];
 #pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) {
+        for (int r = 0; r < kLaneRows; ++r) {
             if (first)
                 state[r] = other.state[r];
             else
@@ -308,11 +264,8 @@ template <class C> struct Chunk {
 #pragma unroll
         for (int m = 0; m < kColumnTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    out[m][n][e] =
-                        first ? other.out[m][n][e] : fold_value(out[m][n][e], other.out[m][n][e], f[2 * n + e % 2]);
+            for (int e = 0; e < 4; ++e)
+                out[m][e] = first ? other.out[m][e] : fold_value(out[m][e], other.out[m][e], f[e % 2]);
     }
 };
 

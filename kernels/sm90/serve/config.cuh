@@ -13,6 +13,7 @@ namespace fa::sm90::serve {
 constexpr int kTileKeysLog2 = 5, kTileKeys = 1 << kTileKeysLog2; // keys of a tile of K and of V: one a lane
 constexpr int kThinKeysLog2 = 6, kThinKeys = 1 << kThinKeysLog2; // of a tile of a thin job
 constexpr int kThinChunkKeys = 256, kThinChunks = 32;            // as kChunkKeys and kMaxChunks
+constexpr int kLaneRows = 2;                                     // of few, whose columns a lane holds
 static_assert(kChunkKeys % kTileKeys == 0 && kThinChunkKeys % kThinKeys == 0);
 
 /* A block has 4 warps, each with a ring of tiles of its own. Rows are the columns of the products (S^T = K Q^T, O^T =
@@ -22,10 +23,7 @@ template <class T_, int Columns> struct Config {
     static constexpr int kColumns = Columns; // head_dim, zero-padded
     static constexpr bool kThin = Columns <= kThinColumns;
     static constexpr int kJobRows = kThin ? kThinRows : kFewRows; // of a job, at most
-    static constexpr int kRowTiles = 1;
     static constexpr int kWarps = 4, kThreads = kWarps * 32;
-    static constexpr int kRows = 8 * kRowTiles;     // of a job of few rows
-    static constexpr int kLaneRows = 2 * kRowTiles; // whose columns a lane holds
     static constexpr int kSlabBytes = kTileKeys * 128;
     static constexpr int kSlotBytes = Columns / 64 * kSlabBytes; // one tile of K, or of V
     static constexpr int kSlots = Columns == 64 ? 6 : 3;         // of a warp

@@ -69,15 +69,15 @@ template <class C>
 __device__ __forceinline__ void write_chunk(const Params &params, const Job &job, const Chunk<C> &x) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < C::kLaneRows; ++r) {
-        const int index = r / 2 * 8 + 2 * (lane % 4) + r % 2;
+    for (int r = 0; r < kLaneRows; ++r) {
+        const int index = 2 * (lane % 4) + r;
         if (index >= job.count) continue;
         const RowPlace row = row_place(params, job, index);
         const RowResult result = finish(params, row, x.state[r]);
 #pragma unroll
         for (int unit = 0; unit < C::kUnits; ++unit)
             store_result<typename C::T>(params, job, row, result, unit * 8 + lane / 4,
-                                        x.out[unit / 2][r / 2][unit % 2 * 2 + r % 2]);
+                                        x.out[unit / 2][unit % 2 * 2 + r]);
     }
 }
 

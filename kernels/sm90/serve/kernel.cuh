@@ -12,7 +12,7 @@ namespace fa::sm90::serve {
 
 /* Of a job of few rows. */
 template <class C> struct Few {
-    LaneRow row[C::kWarps][C::kRows];
+    LaneRow row[C::kWarps][kFewRows];
     uint64_t full[C::kWarps][C::kSlots];
     uint32_t valid[C::kWarps][C::kSlots];
 };
@@ -36,19 +36,16 @@ template <class C> struct Shared {
 template <class C>
 __device__ __forceinline__ void leave(const Slots<C> &slots, const Job &job, const Chunk<C> &x, int chunk) {
     const int lane = threadIdx.x % 32, slot = chunk - job.first;
+    const int row = 2 * (lane % 4);
+    if (row >= job.count) return;
+    float2 *to = slots.value(slot, 0, row / 2) + lane / 4;
 #pragma unroll
-    for (int n = 0; n < C::kRowTiles; ++n) {
-        const int row = 8 * n + 2 * (lane % 4);
-        if (row >= job.count) continue;
-        float2 *to = slots.value(slot, 0, row / 2) + lane / 4;
-#pragma unroll
-        for (int unit = 0; unit < C::kUnits; ++unit) {
-            const float *from = x.out[unit / 2][n] + unit % 2 * 2;
-            to[unit * slots.pairs * 8] = make_float2(from[0], from[1]);
-        }
-        const RowState &a = x.state[2 * n], &b = x.state[2 * n + 1];
-        if (lane < 4) *slots.state(slot, row / 2) = make_float4(a.maximum, a.sum, b.maximum, b.sum);
+    for (int unit = 0; unit < C::kUnits; ++unit) {
+        const float *from = x.out[unit / 2] + unit % 2 * 2;
+        to[unit * slots.pairs * 8] = make_float2(from[0], from[1]);
     }
+    const RowState &a = x.state[0], &b = x.state[1];
+    if (lane < 4) *slots.state(slot, row / 2) = make_float4(a.maximum, a.sum, b.maximum, b.sum);
 }
 
 /* Works out a chunk, whose first tiles are on their way. */
@@ -227,7 +224,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     Chunk<C> group, chunk;
     group.clear();
 #pragma unroll
-    for (int r = 0; r < C::kLaneRows; ++r) group.state[r].maximum = -INFINITY;
+    for (int r = 0; r < kLaneRows; ++r) group.state[r].maximum = -INFINITY;
 #pragma unroll 1
     for (int k = job.first; k < job.last; ++k) {
         attend_chunk(params, job, ring, rows, at, chunk, k);
