@@ -189,7 +189,7 @@ def test_a_promise_of_the_longest_sequence(emulated, serve, monkeypatch, case, b
 
 
 @emulates
-@pytest.mark.parametrize("case, blocks", [(CASES[0], 132), (CASES[0], 16), (CASES[1], 1), (CASES[3], 132), (CASES[3], 1)], ids=str)
+@pytest.mark.parametrize("case, blocks", [(CASES[0], 132), (CASES[0], 16), (CASES[1], 1), *itertools.product(CASES[3:], (132, 1))], ids=str)
 def test_no_race(emulated, monkeypatch, case, blocks):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
