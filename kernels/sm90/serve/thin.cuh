@@ -297,8 +297,7 @@ __device__ __forceinline__ void thin_part(const Params &params, const Job &found
     if (threadIdx.x == 0) shared.job = found;
     __syncthreads();
     const Job &job = shared.job;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    ThinRing<C> ring{params, job, ring_memory, shared, warp, job.tiles(begin, end, kThinKeysLog2)};
+    ThinRing<C> ring{params, job, ring_memory, shared, job.tiles(begin, end, kThinKeysLog2)};
     char *queries = ring_memory + Thin<C>::kRingBytes;
     ring.init();
     if (!params.call.s.given) dependency_wait();

@@ -1,8 +1,9 @@
 /* serve_sm90: tiles of K and V of a thin job on their way to shared memory.
  *
  * The block has one ring of slots, which take K and V of its tiles in turn. A slot that all four warps have read takes
- * what comes next there: by TMA the last warp asks for it, which has rows to soften only where a job has more than 48;
- * where pages are too small for boxes each warp copies 16 keys by cp.async.
+ * what comes next there: each warp asks for 16 keys of it, by TMA or where pages are too small for boxes by cp.async,
+ * and two warps for 32 each where a box has so many. One warp that asked for all of a tile would hold up the others,
+ * since products are of all four: 16 boxes of 16 keys took it 60% of its time.
  *
  * Why no waiter falls two phases behind. `full`: its next phase needs that the slot is asked for again, which comes
  * after all warps' arrivals on `empty`, and each arrives there after its own wait for the phase before. `empty`: only
@@ -34,25 +35,27 @@ template <class C> struct Thin {
 template <class C> struct ThinRing {
     using S = Thin<C>;
     using State = RingState<S::kSlots>;
-    static constexpr int kAsker = C::kWarps - 1, kCopied = kThinKeys / C::kWarps; // keys that a warp copies
+    static constexpr int kCleared = kThinKeys / C::kWarps; // keys of a warp
 
     const Params &params;
     const Job &job;
     char *slots;
     S &shared;
-    int warp;
-    Tiles tiles;       // the next one to ask for, and the end
-    Place place[2][2]; // of that, and of the tile after it: of the lane's key of each 32, by cp.async of each 16
+    Tiles tiles;    // the next one to ask for, and the end
+    Place place[2]; // of the lane's key of that, and of the tile after it
 
     __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+    __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x / 32); }
     __device__ __forceinline__ char *slot(int at) const { return slots + at * S::kSlotBytes; }
-    __device__ __forceinline__ bool asks() const { return !params.boxes || warp == kAsker; }
+    /* Keys of a tile that a warp asks for, if it does. */
+    __device__ __forceinline__ int width() const { return params.boxes == 32 ? 32 : kThinKeys / C::kWarps; }
+    __device__ __forceinline__ bool asks() const { return warp() * width() < kThinKeys; }
 
     /* By the block. */
     __device__ __forceinline__ void init() const {
         const int at = static_cast<int>(threadIdx.x);
         if (at < S::kSlots) {
-            mbarrier_init(shared.full + at, params.boxes ? 1 : C::kThreads + C::kWarps);
+            mbarrier_init(shared.full + at, params.boxes ? kThinKeys / width() : C::kThreads + C::kWarps);
             mbarrier_init(shared.empty + at, C::kWarps);
         }
         mbarrier_init_fence();
@@ -62,7 +65,7 @@ template <class C> struct ThinRing {
     /* Asks for the first tiles. */
     __device__ __forceinline__ void fill() {
         if (!asks()) return;
-        find(tiles.next, place[0]), find(tiles.next + 1, place[1]);
+        place[0] = find(tiles.next), place[1] = find(tiles.next + 1);
 #pragma unroll 1
         for (int at = 0; at < S::kSlots; ++at) at % 2 ? start_values(at) : start_keys(at);
     }
@@ -90,7 +93,7 @@ template <class C> struct ThinRing {
     __device__ __forceinline__ void clear_rows(const State &at, uint64_t all) const {
         if (!params.boxes) return;
 #pragma unroll 1
-        for (int row = warp * kCopied; row < (warp + 1) * kCopied; ++row)
+        for (int row = warp() * kCleared; row < (warp() + 1) * kCleared; ++row)
             if (!(all >> row & 1) && lane() < C::kColumns / 8)
                 *reinterpret_cast<uint4 *>(slot(at.stage) + lane() / 8 * S::kSlabBytes + row * 128 + lane() % 8 * 16) =
                     make_uint4(0, 0, 0, 0);
@@ -109,69 +112,60 @@ template <class C> struct ThinRing {
         return true;
     }
 
-    __device__ __forceinline__ int key_of(int tile, int half) const {
-        return tile * kThinKeys + (params.boxes ? half * 32 + lane() : warp * kCopied + lane() % kCopied);
+    __device__ __forceinline__ int key_of(int tile) const {
+        return tile * kThinKeys + warp() * width() + lane() % width();
     }
-    __device__ __forceinline__ void find(int tile, Place (&to)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            to[half] = tile < tiles.end ? place_of(params, job, key_of(tile, half)) : Place{-1, 0};
+    __device__ __forceinline__ Place find(int tile) const {
+        return tile < tiles.end ? place_of(params, job, key_of(tile)) : Place{-1, 0};
+    }
+    __device__ __forceinline__ uint32_t all_there(bool here) const {
+        return __ballot_sync(~0u, here && lane() < width());
     }
 
     /* Asks for K, or V, of the next tile, if there is one; then for the one after it. */
     __device__ __forceinline__ void start_keys(int at) {
         if (tiles.next >= tiles.end) return;
-        uint32_t all[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const bool here = is_there(params, place[0][half]);
-            all[half] = __ballot_sync(~0u, here);
-            if (job.counts && !here && (params.boxes || (half == 0 && lane() < kCopied)))
-                count_page(params, job.b, job.low, job.high, key_of(tiles.next, half), place[0][half].batch);
-        }
+        const bool here = is_there(params, place[0]);
+        const uint32_t all = all_there(here);
+        if (job.counts && !here && lane() < width())
+            count_page(params, job.b, job.low, job.high, key_of(tiles.next), place[0].batch);
         if (lane() == 0) {
-            if (params.boxes)
-                shared.valid[at] = make_uint4(all[0] & 0xffff, all[0] >> 16, all[1] & 0xffff, all[1] >> 16);
-            else
-                reinterpret_cast<uint32_t *>(shared.valid + at)[warp] = all[0] & 0xffff;
+            auto *words = reinterpret_cast<uint32_t *>(shared.valid + at) + warp() * width() / 16;
+            words[0] = all & 0xffff;
+            if (width() == 32) words[1] = all >> 16;
         }
         start(at, params.k_map, params.call.p.k, params.call.p.head_dim, all);
     }
     __device__ __forceinline__ void start_values(int at) {
         if (tiles.next >= tiles.end) return;
-        const uint32_t all[2] = {__ballot_sync(~0u, is_there(params, place[0][0])),
-                                 __ballot_sync(~0u, is_there(params, place[0][1]))};
-        start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, all);
+        start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, all_there(is_there(params, place[0])));
         ++tiles.next;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) place[0][half] = place[1][half];
-        find(tiles.next + 1, place[1]);
+        place[0] = place[1], place[1] = find(tiles.next + 1);
     }
 
     /* Lane 0 arrives after it has written `valid`. */
     __device__ __forceinline__ void start(int at, const CUtensorMap &map, const fa_operand &x, int columns,
-                                          const uint32_t (&all)[2]) const {
+                                          uint32_t all) const {
         uint64_t *full = shared.full + at;
         if (!params.boxes) {
             if (lane() == 0) mbarrier_arrive(full);
-            return copy(at, x, columns, all[0]);
+            return copy(at, x, columns, all);
         }
-        if (lane() == 0) mbarrier_arrive_expect(full, S::kSlotBytes);
+        if (lane() == 0) mbarrier_arrive_expect(full, static_cast<uint32_t>(width() * (C::kColumns * 2)));
         __syncwarp();
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            ask_boxes<C::kColumns / 64, S::kSlabBytes>(params, job, map, x, full, slot(at) + half * 32 * 128,
-                                                       place[0][half], all[half]);
+        if (lane() < width())
+            ask_boxes<C::kColumns / 64, S::kSlabBytes>(params, job, map, x, full, slot(at) + warp() * width() * 128,
+                                                       place[0], all);
     }
 
     __device__ __forceinline__ void copy(int at, const fa_operand &x, int columns, uint32_t all) const {
         constexpr int kPieces = C::kColumns / 8; // 16 bytes of a row
-        const Place &from = place[0][0];
+        const Place &from = place[0];
         const int piece = lane() % kPieces;
         const char *base = static_cast<const char *>(x.data) + (job.head * x.stride[1] + piece * 8) * 2;
         const int64_t offset = (from.batch * x.stride[0] + from.row * x.stride[2]) * 2;
-        copy_rows<C::kColumns, kCopied, S::kSlabBytes>(base, offset, shared_address(slot(at) + warp * kCopied * 128),
-                                                       piece * 8 < columns ? all : 0, shared.full + at);
+        copy_rows<C::kColumns, kCleared, S::kSlabBytes>(base, offset, shared_address(slot(at) + warp() * kCleared * 128),
+                                                        piece * 8 < columns ? all : 0, shared.full + at);
     }
 };
 
