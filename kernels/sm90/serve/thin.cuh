@@ -215,7 +215,8 @@ template <class C> struct ThinChunk {
 template <class C>
 __device__ __forceinline__ void attend_thin_chunk(const Params &params, const Job &job, ThinRing<C> &ring,
                                                   const ThinRows &rows, uint32_t queries,
-                                                  typename ThinRing<C>::State &at, ThinChunk<C> &chunk, int k) {
+                                                  typename ThinRing<C>::State &at, typename ThinRing<C>::State &values,
+                                                  bool &any, ThinChunk<C> &chunk, int k) {
     using T = typename C::T;
     using S = Thin<C>;
     const Tiles tiles = job.tiles(k, k + 1, kThinKeysLog2);
@@ -229,9 +230,11 @@ __device__ __forceinline__ void attend_thin_chunk(const Params &params, const Jo
         wgmma_fence();
         gemm_qk<T, C::kColumns>(s, queries, S::kQuerySlabBytes, shared_address(ring.slot(at.stage)), S::kSlabBytes);
         wgmma_commit();
+        if (any) ring.refill_values(values);
         wgmma_wait<0>();
         wgmma_pin(s);
-        ring.free_keys(at);
+        ring.release(at);
+        const typename ThinRing<C>::State keys = at;
         at.advance();
         if (rows.any) {
             chunk.score(s, params, rows, tile * kThinKeys, valid);
@@ -248,9 +251,11 @@ __device__ __forceinline__ void attend_thin_chunk(const Params &params, const Jo
         wgmma_fence();
         gemm_pv<T>(chunk.out, weights, shared_address(ring.slot(at.stage)), S::kSlabBytes, 1);
         wgmma_commit();
+        ring.refill_keys(keys);
         wgmma_wait<0>();
         wgmma_pin(chunk.out);
-        ring.free_values(at);
+        ring.release(at);
+        values = at, any = true;
         at.advance();
     }
     chunk.close();
@@ -266,14 +271,15 @@ __device__ __forceinline__ void attend_thin(const Params &params, const Job &job
     group.clear(-INFINITY);
     int opened = -1; // the group's first chunk, if it is open
     bool folds = false;
-    typename ThinRing<C>::State at(0);
+    typename ThinRing<C>::State at(0), values(0);
+    bool any = false;
     const auto close_group = [&] {
         if (folds) group.join(slots, 0);
         if (!whole) group.leave(slots, opened - job.first);
     };
 #pragma unroll 1
     for (int k = begin; k < end; ++k) {
-        attend_thin_chunk(params, job, ring, rows, queries, at, chunk, k);
+        attend_thin_chunk(params, job, ring, rows, queries, at, values, any, chunk, k);
         const bool opens = k % kGroup == 0 || k == job.first;
         if (opened >= 0 && opens) {
             close_group();

@@ -80,12 +80,17 @@ template <class C> struct ThinRing {
         return x.x | x.y << 16 | uint64_t(x.z | x.w << 16) << 32;
     }
 
-    /* This warp has read K, or V, of a tile: what comes next there is asked for when all have. */
-    __device__ __forceinline__ void free_keys(const State &at) {
-        if (released(at)) start_values(at.stage);
+    /* This warp has read K, or V, of a tile. */
+    __device__ __forceinline__ void release(const State &at) const {
+        __syncwarp();
+        if (lane() == 0) mbarrier_arrive(shared.empty + at.stage);
     }
-    __device__ __forceinline__ void free_values(const State &at) {
-        if (released(at)) start_keys(at.stage);
+    /* Asks for what comes next in a slot that had K, or V, when all warps have read it. */
+    __device__ __forceinline__ void refill_keys(const State &at) {
+        if (wait_empty(at)) start_values(at.stage);
+    }
+    __device__ __forceinline__ void refill_values(const State &at) {
+        if (wait_empty(at)) start_keys(at.stage);
     }
 
     /* Clears the rows of V that no query sees, before the products read them and TMA writes there again. By the block.
@@ -103,9 +108,7 @@ template <class C> struct ThinRing {
 
   private:
     /* Whether this warp asks for more, whose slot is free. */
-    __device__ __forceinline__ bool released(const State &at) const {
-        __syncwarp();
-        if (lane() == 0) mbarrier_arrive(shared.empty + at.stage);
+    __device__ __forceinline__ bool wait_empty(const State &at) const {
         if (!asks() || tiles.next >= tiles.end) return false;
         mbarrier_wait(shared.empty + at.stage, at.parity);
         __syncwarp();
@@ -164,7 +167,8 @@ template <class C> struct ThinRing {
         const int piece = lane() % kPieces;
         const char *base = static_cast<const char *>(x.data) + (job.head * x.stride[1] + piece * 8) * 2;
         const int64_t offset = (from.batch * x.stride[0] + from.row * x.stride[2]) * 2;
-        copy_rows<C::kColumns, kCleared, S::kSlabBytes>(base, offset, shared_address(slot(at) + warp() * kCleared * 128),
+        copy_rows<C::kColumns, kCleared, S::kSlabBytes>(base, offset,
+                                                        shared_address(slot(at) + warp() * kCleared * 128),
                                                         piece * 8 < columns ? all : 0, shared.full + at);
     }
 };
