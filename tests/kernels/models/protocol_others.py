@@ -327,13 +327,13 @@ def thin_model(
     tiles: int,
     slots: int = 5,
     warps: int = 4,
-    copied: bool = False,
+    asking: int = 4,
     clears: bool = False,
     wgmma_joins: bool = True,
     mistakes: frozenset[str] = frozenset(),
 ) -> Model:
-    """serve_sm90's thin jobs: K and V of `tiles` tiles by turns in one ring of `slots`. The last warp asks for boxes of TMA,
-    or where they are `copied` each warp for its keys. `clears`: each warp clears rows of V, then __syncthreads().
+    """serve_sm90's thin jobs: K and V of `tiles` tiles by turns in one ring of `slots`. Each warp asks for its keys, or each of
+    the first `asking`, under the product that comes next. `clears`: each warp clears rows of V, then __syncthreads().
 
     full    All warps wait. The next phase needs that the slot is asked for again, behind `empty`, at which each arrives
             after its own wait.
@@ -343,7 +343,7 @@ def thin_model(
     Mistakes: "freed early" (before the product has ended), "no empty" (the asker does not wait), "no join" (behind clearing)."""
     model = Model()
     buffers = Buffers(model)
-    askers = range(warps) if copied else (warps - 1,)
+    askers = range(asking)
     buffers.stages = {"cleared": slots} | {f"kv{w}": slots for w in askers}
     for s in range(slots):
         model.barrier(f"full[{s}]", 2 * len(askers), parity=True)
@@ -377,12 +377,14 @@ def thin_model(
             tensor.issue(reads, f"use {use}")
             if "freed early" in mistakes:
                 actor.arrive(f"empty[{slot}]", phase, f"use {use}: free")
+            before = use - 1
+            if w in askers and 0 <= before < 2 * tiles - slots:
+                if "no empty" not in mistakes:
+                    actor.wait(f"empty[{before % slots}]", before // slots, f"use {before}: all have read")
+                ask(before + slots)
             tensor.wait(0, f"use {use}")
             if "freed early" not in mistakes:
                 actor.arrive(f"empty[{slot}]", phase, f"use {use}: free")
-            if w in askers and use + slots < 2 * tiles and "no empty" not in mistakes:
-                actor.wait(f"empty[{slot}]", phase, f"use {use}: all have read")
-            ask(use + slots)
     return buffers.link()
 
 
