@@ -109,8 +109,8 @@ typedef struct fa_ext_options {
      * the words change, and not checked: what they count wraps. dropout_keep() reads host memory; workspace() reads
      * none. */
     const void *dropout_state;
-    /* Of a forward call with cu_seqlens_q: no sequence has more queries, by which kernels choose their launches. Rows
-     * beyond it are of no query, and count as a bad length. */
+    /* Of a forward call with cu_seqlens_q: no sequence has more queries. Rows beyond it are of no query, and count as a
+     * bad length. */
     int64_t max_seqlen_q;
 } fa_ext_options;
 

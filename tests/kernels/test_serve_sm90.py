@@ -227,13 +227,15 @@ def test_which_calls_it_takes():
 
     taken = [Case.sequences((1,) * b, (700,) * b, q="one", page_size=size, **wide) for b, size in ((1, 16), (300, 3), (2, 256))]
     taken += [Case.sequences((1, 1), (700, 800), q="one", k=k, **wide) for k in ("padded", "packed")]
-    taken += [Case.sequences((16, 1), (700, 800), q="padded", slack=0, **wide)]
-    taken += [Case.sequences((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1})]
+    taken += [Case.sequences((4, 1), (700, 800), q="padded", slack=0, **wide)]
+    taken += [Case.sequences((16, 1), (700, 800), q="padded", page_size=3, slack=0, **wide)]
     for case in taken:
         assert fa_ext.explain(**case.host_inputs(), device=DEVICES["h200"])[0] == KERNEL, case
     for case in (
         Case.sequences((1, 1), (700, 800), page_size=16, **wide),
-        Case.sequences((17, 1), (700, 800), q="padded", slack=0, **wide),
+        Case.sequences((5, 1), (700, 800), q="padded", slack=0, **wide),
+        Case.sequences((17, 1), (700, 800), q="padded", page_size=3, slack=0, **wide),
+        Case.sequences((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1}),
         Case.sequences((3, 1), (700, 800), q="padded", slack=0, **wide | {"head_dim": 256}),
     ):
         assert answer(case) == ("declines", "faster only for sequences of few rows each, queries times heads of a kv head"), case

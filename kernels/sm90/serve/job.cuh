@@ -73,7 +73,7 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     job.row = static_cast<int>(first);
     job.count = rows_from(rows, first, C::kJobRows);
     job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kJobRows);
-    job.thin = rows_of_tile(rows, C::kColumns) == kThinRows;
+    job.thin = is_thin(rows, C::kColumns);
     job.counts = job.head == 0 && spot.tile == 0;
     const Sight sight =
         call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined), job.thin) : params.dense;

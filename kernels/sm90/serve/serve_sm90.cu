@@ -47,6 +47,7 @@ static const Form *form_for(int64_t columns, fa_dtype dtype) {
     return nullptr;
 }
 
+constexpr int kSmallestBox = 8;          // keys
 constexpr int kFewest = 4;               // chunks of a block, at least
 constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
 constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
@@ -71,15 +72,21 @@ static int64_t queries_at_most(const fa_problem *problem) {
     return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
 }
 
-/* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
- * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs of few rows over
- * many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of mma_sm80's time on an H200 (4k to 128k keys,
- * but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster there and on wgmma_sm90. */
+/* Sequences whose rows one job holds, so that their keys are read once; of more than 16 rows those alone whose pages
+ * are too small for TMA, where prefill_sm90 takes 2.5 times as long. Elsewhere it takes 1.0 to 1.2 of this kernel's
+ * time for 64 rows on 8k keys or more, but 0.65 on 512 and 1,024 (bench/log/serve_sm90.md), and lengths may not decide.
+ * Of packed queries shapes say only how many there are in all, and a sequence has one kernel in every batch. Of dense
+ * calls those with few jobs of few rows over many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of
+ * mma_sm80's time on an H200 (4k to 128k keys, but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster
+ * there and on wgmma_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
-    constexpr int64_t kManyKeys = 4096, kDenseRows = 4, kFewJobs = 14; // jobs: of so many multiprocessors one
+    constexpr int64_t kRowsBesideBoxes = 16, kManyKeys = 4096, kDenseRows = 4;
+    constexpr int64_t kFewJobs = 14; // of so many multiprocessors one
     const fa_sequences &s = problem->sequences;
     const int64_t rows = queries_at_most(problem) * group_of(problem->forward);
-    if (s.given && !s.q.starts && rows <= form.rows) return FA_TAKES;
+    const bool boxes = !s.pages.table || (s.pages.size & -s.pages.size) >= kSmallestBox;
+    const int64_t most = boxes ? std::min<int64_t>(form.rows, kRowsBesideBoxes) : form.rows;
+    if (s.given && !s.q.starts && rows <= most) return FA_TAKES;
     const bool few_jobs = own.jobs * kFewJobs <= sms && form.columns == 128 && problem->forward.seq_k >= kManyKeys;
     if (!s.given && rows <= kDenseRows && few_jobs)
         return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
@@ -169,7 +176,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.tiles_m = divide_up(most, form.rows);
     own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
     const int64_t keys = keys_at_most(problem), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
-    const bool thin = rows_of_tile(most, form.columns) == kThinRows;
+    const bool thin = is_thin(most, form.columns);
     share(problem, form, sms, keys, thin, own);
     size_states(problem, form, most, keys, thin, own);
     // So short a sequence leaves most warps of a block without work, and has one state: of one chunk all but one, so
@@ -203,7 +210,7 @@ static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch 
         !takes_tensor_map(p.v, FA_OPERAND_v, p.head_dim, rows, &why))
         return 0;
     const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
-    return keys >= 8 ? static_cast<int>(keys) : 0;
+    return keys >= kSmallestBox ? static_cast<int>(keys) : 0;
 }
 
 struct CachedMaps {
@@ -232,8 +239,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     if (!s.given) {
         fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
         const int64_t rows = p.seq_q * group_of(p);
-        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right),
-                                 rows_of_tile(rows, kForms[own.instance].columns) == kThinRows);
+        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right), is_thin(rows, kForms[own.instance].columns));
     }
     if (const int keys = box_keys(p, s, *launch)) {
         params.boxes = keys;

@@ -2,8 +2,8 @@
  *
  *     S (rows x keys) = Q K^T         P = 2^(S - shift)         O (rows x columns) += P V
  *
- * A thread has the rows lane / 4 + 8 {0, 1} of its warp's 16, and of them what softmax.cuh and wgmma.cuh say. Nothing
- * overlaps within a block: two of them on a multiprocessor wait for memory longer than they multiply.
+ * A thread has the rows lane / 4 + 8 {0, 1} of its warp's 16, and of them what softmax.cuh and wgmma.cuh say. Products
+ * and weights of a block take turns: two blocks on a multiprocessor wait for memory longer than they compute.
  */
 #pragma once
 #include "sm90/common/softmax.cuh"

@@ -2,13 +2,13 @@
  *
  * The block has one ring of slots, which take K and V of its tiles in turn. A slot that all four warps have read takes
  * what comes next there: each warp asks for 16 keys of it, by TMA or where pages are too small for boxes by cp.async,
- * and two warps for 32 each where a box has so many. One warp that asked for all of a tile would hold up the others,
- * since products are of all four: 16 boxes of 16 keys took it 60% of its time.
+ * and two warps for 32 each where a box has so many. They ask once the next product is on its way. One
+ * warp that asked for all of a tile would hold up the others, since products are of all four.
  *
  * Why no waiter falls two phases behind. `full`: its next phase needs that the slot is asked for again, which comes
- * after all warps' arrivals on `empty`, and each arrives there after its own wait for the phase before. `empty`: only
- * those wait that ask, and its next phase needs the arrivals of all warps, those that ask among them, for a tile that
- * they asked for after their wait.
+ * after all warps' arrivals on `empty`, and each arrives there after its own wait for the phase before. `empty`:
+ * only warps that ask wait. Its next phase needs that all warps have read what comes into the slot next, and that is
+ * there only when each that asks has asked for its part, after its wait.
  *
  * Keys that no query sees become zeros as load.cuh says. */
 #pragma once
