@@ -463,8 +463,9 @@ def build_kernel(
 
     ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
     """
-    chosen = chosen_instances([source], options).get(source, set())
-    units = [u for file in (source, *directives(source).beside) for u in units_of(file, chosen.__contains__)]
+    files = [source, *directives(source).beside]
+    chosen = chosen_instances(files, options)
+    units = [u for file in files for u in units_of(file, chosen.get(file, set()).__contains__)]
     units = [replace(unit, flags=(*unit.flags, *extra)) for unit in units]
     objects = compile_all(units, target.with_suffix(".objects"), options, progress)
     return link_shared(objects, target, options)

@@ -9,7 +9,7 @@ r"""The directives of a kernel's file for its own build. They stand in its comme
                                       {2:...} stands for its place in the second. Words may go on in lines of their own)
     @core d(64|128)_\w+ d256          (regular expressions of the instances in the set `core`; default: all of them,
                                       `(?!)`: none)
-    @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
+    @beside simd_isa.c                (files that it needs, by their path from its own: a library of the kernel alone holds them)
 
 ``@instances`` makes two programs of a kernel: this file is the host's, and knows of every instance; the other holds the
 device's code, and is compiled once for all instances of one head_dim. Both are given the macro ``FA_INSTANCES(X)``, one
@@ -72,7 +72,7 @@ def directives(source: Path) -> Directives:
         elif kind == "flags":
             found.flags += words
         elif kind == "beside":
-            found.beside += tuple(source.with_name(name) for name in words)
+            found.beside += tuple((source.parent / name).resolve() for name in words)
         elif kind == "instances":
             file = source.with_name(words[0])
         else:

@@ -134,7 +134,8 @@ def build(
         device = DEVICES["h200"]
     folder = target.with_suffix(".objects")
     folder.mkdir(parents=True, exist_ok=True)
-    units = _build.units_of(source, lambda name: re.search(instances, name), apart=True)
+    files = (source, *(path for path in _build.directives(source).beside if path.suffix == ".cu"))
+    units = [u for file in files for u in _build.units_of(file, lambda name: re.search(instances, name), apart=True)]
     units = [u for u in units if "." not in u.name or re.search(instances, u.name.partition(".")[2])]
 
     def compile_unit(unit):

@@ -71,7 +71,7 @@ struct alignas(16) Record {
     int chunk, first_chunk, chunks; // keys a chunk, the first one that is seen, how many are; chunks 0: not cut
     int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile
     uint32_t tiles, width;          // of queries; heads of a section (find_tile)
-    int unused;
+    int rows_begin;                 // where those rows begin
 };
 
 struct alignas(16) Header {
@@ -128,6 +128,7 @@ struct Call {
     int group_queries;      // that a warpgroup has of the heads of a kv head: 64 / group
     int store_queries;      // the same of 16 rows, if that is a whole number; else 0
     int tile_m;             // rows of a tile
+    int few_rows;           // sequences of so many rows a kv head, or less, are another kernel's; 0: none are
 };
 
 /* The change of queries in shared memory before they are multiplied: weights need a scale above 0. */

@@ -10,6 +10,21 @@ namespace fa::sm90::prefill {
 /* Of the state of a tile. */
 constexpr int64_t state_bytes(int tile_m, int head_dim) { return int64_t(tile_m) * (head_dim * 4 + 8); }
 
+/* The plan's own part. */
+struct Own {
+    int instance; // of kInstances
+    int columns;  // of the instance
+    int tile_m, tile_n;
+    int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
+    bool staged;
+    int slots;    // for states of chunks
+    int few_rows; // see Call
+};
+
+/* The kernel's plan and launch, for packed_sm90, too. */
+fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why);
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch);
+
 using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
 
 /* A launch that may start before the one before it has ended. Points into itself. */

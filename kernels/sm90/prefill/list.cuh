@@ -73,7 +73,9 @@ __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, 
     r.first_q = static_cast<int>(q.begin), r.seq_q = static_cast<int>(e.seq_q);
     r.first_k = static_cast<int>(k.begin), r.seq_k = static_cast<int>(e.seq_k);
     r.key_begin = static_cast<int>(e.key_begin), r.key_end = static_cast<int>(e.key_end);
-    r.rows_end = static_cast<int>(q.end);
+    r.rows_begin = static_cast<int>(q.begin), r.rows_end = static_cast<int>(q.end);
+    if (int64_t(r.seq_q) * call.group <= call.few_rows) // none of its rows are this kernel's
+        r.first_q = r.rows_end, r.seq_q = 0;
     const bool packed = packs(call, r.seq_q);
     const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
     const uint32_t row = (call.head_dim + call.head_dim_v) * 2; // bytes of a key and its value
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
     for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
-    dependency_wait();
+    if (!call.few_rows) dependency_wait();
 
     /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
      * ends wait in drafts of their records. */
@@ -204,6 +206,9 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
     });
+    // serve_sm90's kernels, which this one followed, had waited for what came before them, so that it read lengths and
+    // wrote its list beside them. The main kernel waits for this one alone, and whoever comes next for that.
+    if (call.few_rows) dependency_wait();
 }
 
 } // namespace fa::sm90::prefill

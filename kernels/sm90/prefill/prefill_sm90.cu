@@ -39,16 +39,6 @@ struct Instance {
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
-/* The plan's own part. */
-struct Own {
-    int instance; // of kInstances
-    int columns;  // of the instance
-    int tile_m, tile_n;
-    int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
-    bool staged;
-    int slots; // for states of chunks
-};
-
 /* Rows of k and v on their own axis, and how many batch entries or pages. */
 struct Extent {
     int64_t rows, batch;
@@ -75,7 +65,7 @@ static fa_answer choose(const fa_problem *problem, fa_why *why) {
     return FA_TAKES;
 }
 
-static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
@@ -203,12 +193,13 @@ static Call call_of(const fa_problem *problem, const Own &own, void *workspace) 
         .group_queries = std::max(64 / group, 1),
         .store_queries = group <= 16 && 16 % group == 0 ? 16 / group : 0,
         .tile_m = own.tile_m,
+        .few_rows = own.few_rows,
     };
     if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
     return call;
 }
 
-static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     Params params = {};
@@ -240,6 +231,6 @@ FA_DEFINE_KERNEL(prefill_sm90) = {
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES |
              FA_WITH_POSITIONS,
-    .plan = fa::sm90::prefill::prefill_plan,
-    .launch = fa::sm90::prefill::prefill_launch,
+    .plan = fa::sm90::prefill::plan_call,
+    .launch = fa::sm90::prefill::launch_call,
 };

@@ -50,7 +50,7 @@ __device__ __forceinline__ void attend_to_the_rest(const Call &call) {
         for (int n = block / parts; n < batch; n += blocks / parts) {
             const Record &r = *call.workspace.record(n);
             write_nothing(call, s.packed_q ? 0 : r.b, r.first_q + r.seq_q + block % parts, r.rows_end, parts);
-            if (r.b == 0 && s.packed_q) write_nothing(call, 0, block % parts, r.first_q, parts);
+            if (r.b == 0 && s.packed_q) write_nothing(call, 0, block % parts, r.rows_begin, parts);
         }
     if (call.faults && s.pages.table)
 #pragma unroll 1

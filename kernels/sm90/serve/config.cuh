@@ -63,6 +63,8 @@ struct Params {
     int first, jobs;               // of this launch: tiles of rows times kv heads
     int64_t job_bytes;             // of states in workspace
     Divider parts;                 // blocks of a job
+    bool by_class;                 // of packed queries: a job a kv head of each sequence that is of few rows or thin
+    bool alone;                    // such a call has no other sequences, and no other kernel
     bool clustered;                // the parts of a job are a cluster
     int boxes;                     // keys of a box of TMA; 0: cp.async
     char *workspace;

@@ -52,6 +52,19 @@ __device__ __forceinline__ void write_nothing(const Params &params, const Job &j
     }
 }
 
+/* Rows of packed queries before the first sequence, and behind the last one. By the block. */
+template <class C> __device__ __forceinline__ void write_around(const Params &params, const Job &job) {
+    const int64_t ends[2] = {job.b == 0 ? job.rows.begin : 0,
+                             job.b + 1 == params.call.p.batch ? params.call.p.seq_q - job.rows.end : 0};
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+        Job around = job;
+        around.row = around.count = 0, around.first_out = side ? job.rows.end : 0;
+        around.rows_out = static_cast<int>(ends[side] * params.group.divisor);
+        write_nothing<C>(params, around, threadIdx.x, C::kThreads);
+    }
+}
+
 __device__ __forceinline__ RowResult finish(const Params &params, const RowPlace &row, const RowState &state) {
     return params.call.p.sinks.data ? finish_row(params.call.p, row.head, state) : finish_fast(state);
 }

@@ -162,6 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     }
     dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
     Job job = find_job<C>(params, n, part == 0, shared.joined);
+    if (job.others) return;
     const Slots<C> slots(params, job, n - params.first);
     const int each = job.template workers<C>(1); // of a block
     const Shares shares(job, parts * each);
@@ -175,7 +176,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             job = shared.thin.job; // so that registers need not keep it
         }
     if (!thin) few_part(params, job, shared.few, rings, slots, begin, end);
-    if (part == 0) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
+    if (part == 0) {
+        write_nothing<C>(params, job, threadIdx.x, C::kThreads);
+        if (params.alone) write_around<C>(params, job);
+    }
     if (whole ? thin : !params.clustered) return;
     if (params.clustered) cluster_arrive();
     const Shares all(job, parts * job.template workers<C>(1));

@@ -69,7 +69,8 @@ static int64_t group_of(const fa_forward &p) { return p.heads_kv > 0 ? p.heads /
 
 /* Queries that a sequence has at most. */
 static int64_t queries_at_most(const fa_problem *problem) {
-    return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
+    const fa_sequences &s = problem->sequences;
+    return s.packed_q && !s.q.starts ? 1 : std::min(problem->forward.seq_q, s.most_q);
 }
 
 /* Sequences whose rows one job holds, so that their keys are read once; of more than 16 rows those alone whose pages
@@ -94,9 +95,8 @@ static fa_answer choose(const fa_problem *problem, const Form &form, const Own &
 }
 
 /* Keys that the queries of a sequence see at most, from the first to the last. */
-static int64_t keys_at_most(const fa_problem *problem) {
+static int64_t keys_at_most(const fa_problem *problem, int64_t queries) {
     const fa_forward &p = problem->forward;
-    const int64_t queries = queries_at_most(problem);
     if (problem->sequences.positions && queries > 1) return p.seq_k; // which may stand anywhere
     const int64_t seen = std::min(p.left, FA_UNBOUNDED) + std::min(p.right, FA_UNBOUNDED) + queries;
     return fa_clamp(seen, 0, p.seq_k);
@@ -153,7 +153,9 @@ static int fold_parts_of(const Form &form, const Own &own, int64_t sms) {
     return static_cast<int>(apart ? parts : divide_up(units, kFoldParts / columns));
 }
 
-static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+/* The plan of a call, or by class of some of its sequences, but for the choice. */
+static fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, bool by_class,
+                           fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
@@ -168,14 +170,21 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
         return FA_REFUSES;
 
     Own &own = fa_own<Own>(plan);
-    const int64_t group = group_of(p), most = queries_at_most(problem) * group;
+    own = {};
     const Form *found = form_for(p.head_dim, p.dtype);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     const Form &form = *found;
     own.instance = static_cast<int>(found - kForms);
+    const int64_t group = group_of(p);
+    const int64_t queries = std::min(queries_at_most(problem), by_class ? form.rows / group : FA_UNBOUNDED),
+                  most = queries * group;
+    own.by_class = by_class;
     own.tiles_m = divide_up(most, form.rows);
-    own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
-    const int64_t keys = keys_at_most(problem), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
+    own.jobs = (by_class     ? p.batch
+                : s.q.starts ? tiles_of_packed(p, group, form.rows)
+                             : p.batch * own.tiles_m) *
+               p.heads_kv;
+    const int64_t keys = keys_at_most(problem, queries), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     const bool thin = is_thin(most, form.columns);
     share(problem, form, sms, keys, thin, own);
     size_states(problem, form, most, keys, thin, own);
@@ -195,7 +204,19 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;
-    return choose(problem, form, own, sms, why);
+    return FA_TAKES;
+}
+
+static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_answer answer = plan_call(problem, device, plan, false, why);
+    const Own &own = fa_own<Own>(plan);
+    return answer == FA_TAKES ? choose(problem, kForms[own.instance], own, device->sm_count, why) : answer;
+}
+fa_answer plan_by_class(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, bool alone,
+                        fa_why *why) {
+    const fa_answer answer = plan_call(problem, device, plan, true, why);
+    fa_own<Own>(plan).alone = alone;
+    return answer;
 }
 
 /* A box has 128 bytes of each row: more would be fetched twice. */
@@ -218,7 +239,7 @@ struct CachedMaps {
 };
 static thread_local CachedMaps cached_maps;
 
-static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     if (own.jobs == 0) return FA_OK;
@@ -231,6 +252,8 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         .tiles_m = Divider::of(std::max<int64_t>(own.tiles_m, 1)),
         .job_bytes = own.job_bytes,
         .parts = Divider::of(own.parts),
+        .by_class = own.by_class,
+        .alone = own.alone,
         .clustered = own.clustered,
         .workspace = static_cast<char *>(launch->workspace),
     };
@@ -270,5 +293,5 @@ FA_DEFINE_KERNEL(serve_sm90) = {
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES |
              FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
     .plan = fa::sm90::serve::serve_plan,
-    .launch = fa::sm90::serve::serve_launch,
+    .launch = fa::sm90::serve::launch_call,
 };

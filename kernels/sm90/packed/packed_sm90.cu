@@ -1,0 +1,97 @@
+/* packed_sm90: attention of packed queries on Hopper, by the kernels of serve_sm90 and prefill_sm90.
+ *
+ * A sequence is serve_sm90's if its queries and the heads of a kv head make few rows (serve/classes.cuh), else
+ * prefill_sm90's: by its own length alone, so that its bits are its own. Which kernels are launched follows from shapes
+ * and from max_seqlen_q. In stream order:
+ *
+ *   serve_sm90_kernel      waits for what came before, then releases; takes its sequences by their number
+ *   serve_fold_kernel      where blocks share a job; releases at once, waits for serve_sm90_kernel
+ *   prefill_list_kernel    starts behind those releases, so that all that came before the call is complete; reads
+ *                          lengths and writes its list beside them, waits for them at its end
+ *   prefill_sm90_kernel    waits for the list, so for all of them
+ *
+ * The last two are left out where no sequence can have more rows: all queries together have no more, or the caller's
+ * promise says so. They write other rows than the first two, and have workspace of their own.
+ *
+ * @arch sm_90a
+ * @beside ../serve/serve_sm90.cu ../prefill/prefill_sm90.cu
+ */
+#include <algorithm> // std::max, std::min
+
+#include "common/launch.cuh"
+#include "sm90/prefill/launch.cuh"
+#include "sm90/serve/plan.cuh"
+
+namespace fa::sm90::packed {
+
+/* The plan's own part; that of prefill_sm90 comes first, where its launch looks for it. */
+struct Own {
+    prefill::Own tiles;
+    serve::Own few;
+    int64_t tiles_bytes; // of workspace, before that of serve_sm90
+    bool alone;          // serve_sm90
+};
+
+static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = serve::sequence_rows(p.head_dim);
+    if (!s.q.starts || group > rows) return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
+    const int64_t queries = rows / group;
+    const bool promised = s.most_q <= queries; // so that no sequence is prefill_sm90's
+    const bool alone = p.batch > 0 && std::min(p.seq_q, s.most_q) <= queries;
+
+    fa_device_info half = *device; // of the workspace for each
+    half.workspace_limit /= 2;
+    Own own = {};
+    own.alone = alone;
+    fa_plan tiles = *plan, few = *plan;
+    const bool beyond = p.alibi.data || p.out_dtype != p.dtype; // what prefill_sm90 takes
+    if (beyond && !(promised && alone)) return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
+    if (!beyond) { // asked even where it is not needed: no kernel is chosen by the number of tokens
+        const fa_answer answer = prefill::plan_call(problem, &half, &tiles, why);
+        if (answer != FA_TAKES) return answer;
+    }
+    const fa_answer answer = serve::plan_by_class(problem, &half, &few, alone, why);
+    if (answer != FA_TAKES) return answer;
+    own.few = fa_own<serve::Own>(&few);
+    if (alone) {
+        *plan = few;
+    } else {
+        *plan = tiles;
+        own.tiles = fa_own<prefill::Own>(&tiles);
+        own.tiles.few_rows = static_cast<int>(rows);
+        own.tiles_bytes = (static_cast<int64_t>(tiles.workspace_bytes) + 255) / 256 * 256;
+        plan->workspace_bytes = own.tiles_bytes + few.workspace_bytes;
+    }
+    fa_own<Own>(plan) = own;
+    return FA_TAKES;
+}
+
+static fa_code packed_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const Own &own = fa_own<Own>(plan);
+    fa_plan few = *plan;
+    fa_own<serve::Own>(&few) = own.few;
+    fa_launch behind = *launch;
+    if (behind.workspace) behind.workspace = static_cast<char *>(behind.workspace) + own.tiles_bytes;
+    FA_TRY(serve::launch_call(problem, &few, &behind));
+    return own.alone ? FA_OK : prefill::launch_call(problem, plan, launch);
+}
+
+} // namespace fa::sm90::packed
+
+FA_DEFINE_KERNEL(packed_sm90) = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "packed_sm90",
+    .summary =
+        "Hopper, packed queries: each sequence by serve_sm90's kernels or by prefill_sm90's, as its own length says",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = fa::kFloat16Bits,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES |
+             FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
+    .plan = fa::sm90::packed::packed_plan,
+    .launch = fa::sm90::packed::packed_launch,
+};
