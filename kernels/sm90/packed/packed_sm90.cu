@@ -36,32 +36,33 @@ static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *de
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = serve::sequence_rows(p.head_dim);
-    if (!s.q.starts || group > rows) return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
+    if (!s.q.starts || group > rows) return fa_because(why, FA_REFUSES, FA_WHY_PACKED_QUERIES, rows, 0, 0);
     const int64_t queries = rows / group;
     const bool promised = s.most_q <= queries; // so that no sequence is prefill_sm90's
     const bool alone = p.batch > 0 && std::min(p.seq_q, s.most_q) <= queries;
 
-    fa_device_info half = *device; // of the workspace for each
-    half.workspace_limit /= 2;
     Own own = {};
     own.alone = alone;
     fa_plan tiles = *plan, few = *plan;
+    fa_device_info left = *device;                              // of the workspace
     const bool beyond = p.alibi.data || p.out_dtype != p.dtype; // what prefill_sm90 takes
-    if (beyond && !(promised && alone)) return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
+    if (beyond && !(promised && alone)) return fa_because(why, FA_REFUSES, FA_WHY_PROMISE, rows, 0, 0);
     if (!beyond) { // asked even where it is not needed: no kernel is chosen by the number of tokens
-        const fa_answer answer = prefill::plan_call(problem, &half, &tiles, why);
+        const fa_answer answer = prefill::plan_call(problem, device, &tiles, why);
         if (answer != FA_TAKES) return answer;
+        own.tiles_bytes = (static_cast<int64_t>(tiles.workspace_bytes) + 255) / 256 * 256;
+        left.workspace_limit -= std::min(left.workspace_limit, static_cast<size_t>(own.tiles_bytes));
     }
-    const fa_answer answer = serve::plan_by_class(problem, &half, &few, alone, why);
+    const fa_answer answer = serve::plan_by_class(problem, &left, &few, alone, why);
     if (answer != FA_TAKES) return answer;
     own.few = fa_own<serve::Own>(&few);
     if (alone) {
         *plan = few;
+        own.tiles_bytes = 0;
     } else {
         *plan = tiles;
         own.tiles = fa_own<prefill::Own>(&tiles);
         own.tiles.few_rows = static_cast<int>(rows);
-        own.tiles_bytes = (static_cast<int64_t>(tiles.workspace_bytes) + 255) / 256 * 256;
         plan->workspace_bytes = own.tiles_bytes + few.workspace_bytes;
     }
     fa_own<Own>(plan) = own;
