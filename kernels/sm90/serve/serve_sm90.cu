@@ -112,6 +112,8 @@ static void share(const fa_problem *problem, const Form &form, int64_t sms, int6
     const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
     const int64_t most = std::max<int64_t>(std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest, 1);
     const bool differ = s.given && p.batch > 1;
+    // Packed keys have room for all of them in each sequence: twice the mean is the guess.
+    if (s.k.starts) keys = std::min(keys, divide_up(p.seq_k, std::max<int64_t>(p.batch, 1)) * 2);
     int64_t parts = 1;
     if (jobs * 4 < sms * 3 || (s.given && jobs * 2 <= room)) parts = room / jobs;
     if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
