@@ -46,6 +46,7 @@ INSTRUCTIONS = {
     r"bar\.sync": "::emu::barrier_sync",
     r"bar\.arrive": "::emu::barrier_arrive",
     r"mbarrier\.init\.shared(?:::cta)?\.b64": "::emu::mbarrier_init",
+    r"mbarrier\.inval\.shared(?:::cta)?\.b64": "::emu::mbarrier_invalidate",
     r"mbarrier\.arrive\.shared(?:::cta)?\.b64": "mbarrier_arrive",
     r"mbarrier\.arrive\.expect_tx\.shared(?:::cta)?\.b64": "mbarrier_arrive_expect",
     r"mbarrier\.(?:try|test)_wait\.parity\.shared(?:::cta)?\.b64": "mbarrier_try_wait",

@@ -19,6 +19,11 @@ __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arriva
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
+/* Its memory may be used for something else, a new barrier, too. Nobody waits there or arrives any more. */
+__device__ __forceinline__ void mbarrier_invalidate(uint64_t *barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 /* Makes mbarrier_init visible to TMA and to the cluster; follow with __syncthreads(). */
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -2,16 +2,17 @@
  *
  * A sequence is serve_sm90's if its queries and the heads of a kv head make few rows (serve/classes.cuh), else
  * prefill_sm90's: by its own length alone, so that its bits are its own. Which kernels are launched follows from shapes
- * and from max_seqlen_q. In stream order:
+ * and from max_seqlen_q, and changes no bit. Where no sequence can have more rows, since all queries together have no
+ * more or the caller's promise says so, in small batches:
  *
- *   serve_sm90_kernel      waits for what came before, then releases; takes its sequences by their number
- *   serve_fold_kernel      where blocks share a job; releases at once, waits for serve_sm90_kernel
- *   prefill_list_kernel    starts behind those releases, so that all that came before the call is complete; reads
- *                          lengths and writes its list beside them, waits for them at its end
- *   prefill_sm90_kernel    waits for the list, so for all of them
+ *   serve_sm90_kernel      takes sequences by their number
+ *   serve_fold_kernel      where blocks share a job
  *
- * The last two are left out where no sequence can have more rows: all queries together have no more, or the caller's
- * promise says so. They write other rows than the first two, and have workspace of their own.
+ * and otherwise
+ *
+ *   prefill_list_kernel    reads lengths and lists the sequences of both
+ *   prefill_sm90_kernel    where a sequence can have more rows; waits for the list, and then releases
+ *   serve_listed_kernel    starts behind that release, so behind the list, and runs beside; its first block ends last
  *
  * @arch sm_90a
  * @beside ../serve/serve_sm90.cu ../prefill/prefill_sm90.cu
@@ -29,40 +30,43 @@ struct Own {
     prefill::Own tiles;
     serve::Own few;
     int64_t tiles_bytes; // of workspace, before that of serve_sm90
-    bool alone;          // serve_sm90
+    bool by_number;      // serve_sm90's kernels find their sequences so, and there are no others; else by a list
+    bool alone;          // serve_sm90's kernels have all sequences
 };
 
 static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int64_t kByNumber = 256; // sequences: a block reads the starts up to its own
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = serve::sequence_rows(p.head_dim);
     if (!s.q.starts || group > rows) return fa_because(why, FA_REFUSES, FA_WHY_PACKED_QUERIES, rows, 0, 0);
     const int64_t queries = rows / group;
-    const bool promised = s.most_q <= queries; // so that no sequence is prefill_sm90's
-    const bool alone = p.batch > 0 && std::min(p.seq_q, s.most_q) <= queries;
+    const bool promised = s.most_q <= queries;                  // so that no sequence is prefill_sm90's
+    const bool beyond = p.alibi.data || p.out_dtype != p.dtype; // what prefill_sm90 takes
+    if (beyond && !promised) return fa_because(why, FA_REFUSES, FA_WHY_PROMISE, rows, 0, 0);
 
     Own own = {};
-    own.alone = alone;
+    own.alone = p.batch > 0 && std::min(p.seq_q, s.most_q) <= queries;
+    own.by_number = (own.alone && p.batch <= kByNumber) || beyond;
     fa_plan tiles = *plan, few = *plan;
-    fa_device_info left = *device;                              // of the workspace
-    const bool beyond = p.alibi.data || p.out_dtype != p.dtype; // what prefill_sm90 takes
-    if (beyond && !(promised && alone)) return fa_because(why, FA_REFUSES, FA_WHY_PROMISE, rows, 0, 0);
-    if (!beyond) { // asked even where it is not needed: no kernel is chosen by the number of tokens
+    fa_device_info left = *device; // of the workspace
+    if (!beyond) {                 // asked even where it is not needed: no kernel is chosen by the number of tokens
         const fa_answer answer = prefill::plan_call(problem, device, &tiles, why);
         if (answer != FA_TAKES) return answer;
+    }
+    if (!own.by_number) {
+        own.tiles = fa_own<prefill::Own>(&tiles);
         own.tiles_bytes = (static_cast<int64_t>(tiles.workspace_bytes) + 255) / 256 * 256;
         left.workspace_limit -= std::min(left.workspace_limit, static_cast<size_t>(own.tiles_bytes));
     }
-    const fa_answer answer = serve::plan_by_class(problem, &left, &few, alone, why);
+    const fa_answer answer =
+        serve::plan_call(problem, &left, &few, own.by_number ? serve::Jobs::by_number : serve::Jobs::listed, why);
     if (answer != FA_TAKES) return answer;
     own.few = fa_own<serve::Own>(&few);
-    if (alone) {
+    if (own.by_number) {
         *plan = few;
-        own.tiles_bytes = 0;
     } else {
-        *plan = tiles;
-        own.tiles = fa_own<prefill::Own>(&tiles);
-        own.tiles.few_rows = static_cast<int>(rows);
+        *plan = own.alone ? few : tiles;
         plan->workspace_bytes = own.tiles_bytes + few.workspace_bytes;
     }
     fa_own<Own>(plan) = own;
@@ -73,10 +77,18 @@ static fa_code packed_launch(const fa_problem *problem, const fa_plan *plan, con
     const Own &own = fa_own<Own>(plan);
     fa_plan few = *plan;
     fa_own<serve::Own>(&few) = own.few;
+    if (own.by_number) return serve::launch_call(problem, &few, launch);
     fa_launch behind = *launch;
-    if (behind.workspace) behind.workspace = static_cast<char *>(behind.workspace) + own.tiles_bytes;
-    FA_TRY(serve::launch_call(problem, &few, &behind));
-    return own.alone ? FA_OK : prefill::launch_call(problem, plan, launch);
+    behind.workspace = static_cast<char *>(launch->workspace) + own.tiles_bytes;
+    const prefill::FewRows rows = {
+        serve::sequence_rows(problem->forward.head_dim),
+        serve::columns_of(own.few),
+        own.few.blocks,
+        own.few.shared_jobs,
+        own.alone,
+        reinterpret_cast<uint32_t *>(static_cast<char *>(behind.workspace) + own.few.arrivals_at())};
+    FA_TRY(prefill::launch_call(problem, plan, launch, rows));
+    return serve::launch_listed(problem, &few, &behind, launch->workspace, own.alone);
 }
 
 } // namespace fa::sm90::packed

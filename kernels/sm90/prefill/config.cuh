@@ -69,7 +69,8 @@ struct alignas(16) Record {
     int key_begin, key_end;         // of those that take part
     int rows_end;                   // where the rows of q that are its own end, used or not
     int chunk, first_chunk, chunks; // keys a chunk, the first one that is seen, how many are; chunks 0: not cut
-    int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile
+    int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile.
+                                    // Of few rows (few.cuh) chunks and slot are those of its blocks
     uint32_t tiles, width;          // of queries; heads of a section (find_tile)
     int rows_begin;                 // where those rows begin
 };
@@ -77,7 +78,20 @@ struct alignas(16) Record {
 struct alignas(16) Header {
     uint32_t units, counter; // all of them; how many were taken beside the first of each block
     int tail;                // rows of q from here on belong to no sequence
-    int unused;
+    uint32_t few_units;      // of a kv head of the records that blocks share: their units come after all others'
+    int few_shared, few_whole, few_brief, few_end; // records of few rows: from where blocks share them, have one each,
+                                                   // and warps have one each
+    uint32_t few_counter;                          // how many units of those were taken beside the first of each block
+};
+
+/* Sequences of few rows a kv head, which are serve_sm90's (few.cuh). */
+struct FewRows {
+    int rows;           // of a kv head at most; 0: prefill_sm90 has all sequences
+    int columns;        // of the instance of serve_sm90
+    int blocks;         // that share the work
+    int slots;          // for states of kv heads whose keys blocks share
+    bool alone;         // no sequence has more rows
+    uint32_t *arrivals; // of blocks that share a kv head, for each slot
 };
 
 /* How many chunks of a tile each warpgroup has left in their slots. */
@@ -128,7 +142,7 @@ struct Call {
     int group_queries;      // that a warpgroup has of the heads of a kv head: 64 / group
     int store_queries;      // the same of 16 rows, if that is a whole number; else 0
     int tile_m;             // rows of a tile
-    int few_rows;           // sequences of so many rows a kv head, or less, are another kernel's; 0: none are
+    FewRows few;
 };
 
 /* The change of queries in shared memory before they are multiplied: weights need a scale above 0. */
@@ -223,14 +237,16 @@ template <class C> struct Smem {
 __device__ __forceinline__ int64_t diagonal_of(const Call &call, const Record &of) {
     return !call.s.given ? call.diagonal : call.s.top_left ? 0 : of.seq_k - of.seq_q;
 }
-__device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
-    const fa_sequences &s = call.s;
+__device__ __forceinline__ fa_entry entry_at(const fa_sequences &s, const Record &of, int64_t diagonal) {
     fa_entry e;
     e.seq_q = of.seq_q, e.seq_k = of.seq_k, e.first_q = of.first_q, e.first_k = of.first_k;
-    e.diagonal = diagonal_of(call, of);
+    e.diagonal = diagonal;
     e.positions = s.positions ? s.positions + of.b * s.positions_stride + of.first_q : nullptr;
     e.key_begin = of.key_begin, e.key_end = of.key_end;
     return e;
+}
+__device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
+    return entry_at(call.s, of, diagonal_of(call, of));
 }
 
 } // namespace fa::sm90::prefill

@@ -68,8 +68,10 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     if (threadIdx.x == 0) init(params, smem);
     if (threadIdx.x < sizeof smem.hidden / 4) (&smem.hidden[0][0])[threadIdx.x] = 0;
     __syncthreads();
-    dependency_release();
+    const bool beside = params.call.few.rows > 0; // serve_listed_kernel, which starts behind a list that is complete
+    if (!beside) dependency_release();
     dependency_wait(); // what the sequences are, and all that the kernels before wrote
+    if (beside) dependency_release();
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();

@@ -17,13 +17,12 @@ struct Own {
     int tile_m, tile_n;
     int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
     bool staged;
-    int slots;    // for states of chunks
-    int few_rows; // see Call
+    int slots; // for states of chunks
 };
 
-/* The kernel's plan and launch, for packed_sm90, too. */
+/* For packed_sm90, too: the plan, and the launch of the list and of what has tiles. */
 fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why);
-fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch);
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few);
 
 using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
 

@@ -18,11 +18,9 @@
 #pragma once
 #include "common/faults.cuh"       // count_faults_of_q, count_faults_of_k
 #include "sm90/common/cluster.cuh" // dependency_wait
-#include "sm90/prefill/config.cuh"
+#include "sm90/prefill/few.cuh"
 
 namespace fa::sm90::prefill {
-
-constexpr int kClasses = 128;
 
 /* A start of q's or of k's; 0 where there are none. */
 __device__ __forceinline__ int start_of(const fa_lengths &lengths, int n) {
@@ -74,13 +72,11 @@ __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, 
     r.first_k = static_cast<int>(k.begin), r.seq_k = static_cast<int>(e.seq_k);
     r.key_begin = static_cast<int>(e.key_begin), r.key_end = static_cast<int>(e.key_end);
     r.rows_begin = static_cast<int>(q.begin), r.rows_end = static_cast<int>(q.end);
-    if (int64_t(r.seq_q) * call.group <= call.few_rows) // none of its rows are this kernel's
-        r.first_q = r.rows_end, r.seq_q = 0;
     const bool packed = packs(call, r.seq_q);
     const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
     const uint32_t row = (call.head_dim + call.head_dim_v) * 2; // bytes of a key and its value
     const uint32_t kib = max(static_cast<uint32_t>((uint64_t(r.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
-    r.tiles = (r.seq_q + queries - 1) / queries;
+    r.tiles = is_few(call, r) ? 0 : (r.seq_q + queries - 1) / queries;
     r.width = min((packed ? 1 : call.group) * max(fit, 1u), heads);
     return r;
 }
@@ -89,12 +85,11 @@ __device__ __forceinline__ uint32_t units_of(const Call &call, const Record &r) 
     return r.tiles * tile_heads(call, packs(call, r.seq_q));
 }
 
-/* By the keys of its longest tile, four classes an octave, the longest last; 0: no units. */
+/* By the keys of its longest tile, the longest last; 0: no units. */
 __device__ __forceinline__ int class_of(const Call &call, const Record &r, uint32_t units) {
     if (!units) return 0;
     const int64_t window = call.left + call.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
-    const float cost = static_cast<float>(128 + min(keys, window));
-    return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
+    return kClasses + class_of_keys(128 + min(keys, window));
 }
 
 /* The record of a sequence that is met, but for the place in the order and the slot. Counts what is bad in its lengths.
@@ -110,9 +105,10 @@ __device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q
 }
 
 /* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
-__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses]) {
-    constexpr int kEach = kClasses / 32;
-    const int lane = threadIdx.x, top = kClasses - 1 - lane * kEach;
+__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[2 * kClasses],
+                                              int shared_class) {
+    constexpr int kEach = 2 * kClasses / 32;
+    const int lane = threadIdx.x, top = 2 * kClasses - 1 - lane * kEach;
     unsigned long long mine = 0, all;
     for (int n = 0; n < kEach; ++n) mine += place[top - n];
     all = mine;
@@ -127,23 +123,37 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
         place[top - n] = here;
         here += count;
     }
-    if (lane < 31) return;
+    __syncwarp();
+    if (lane) return;
+    const unsigned long long few = place[kClasses - 1], whole = place[shared_class - 1];
     Header *header = call.workspace.header();
-    header->units = static_cast<uint32_t>(all);
-    header->counter = 0;
+    header->units = static_cast<uint32_t>(few);
+    header->counter = header->few_counter = 0;
+    header->few_units = static_cast<uint32_t>(whole) - static_cast<uint32_t>(few);
+    header->few_shared = static_cast<int>(few >> 32), header->few_whole = static_cast<int>(whole >> 32);
+    header->few_brief = static_cast<int>(place[kBriefClass] >> 32);
+    header->few_end = static_cast<int>(place[0] >> 32);
     if (call.batch == 0) header->tail = 0;
 }
+
+/* How many were taken for states of chunks, and of kv heads of few rows. */
+struct Slots {
+    int tiles, few;
+};
 
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
-    __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
+    __shared__ unsigned long long place[2 * kClasses]; // sequences and, in the low half, units before the next of a
+                                                       // class
+    __shared__ unsigned long long few_keys;            // of a kv head of all sequences of few rows
     const fa_sequences &s = call.s;
     const int threads = blockDim.x, batch = static_cast<int>(call.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
-    for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
+    for (int n = threadIdx.x; n < 2 * kClasses; n += threads) place[n] = 0;
+    if (threadIdx.x == 0) few_keys = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
-    if (!call.few_rows) dependency_wait();
+    dependency_wait();
 
     /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
      * ends wait in drafts of their records. */
@@ -161,54 +171,65 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         if (threadIdx.x > 0) begin[0] = before[0], begin[1] = before[1];
     }
     Record kept; // the thread's only sequence; several are drafts
+    unsigned long long keys = 0;
     for (int b = first; b < last; ++b) {
         if (each > 1) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
         const fa_span q = fa_rows_to(&s.q, b, begin[0], end[0], s.packed_q);
         const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
         begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
         kept = meet(call, b, q, k);
+        if (is_few(call, kept)) keys += few_span(call, kept).end - few_span(call, kept).begin;
         if (each > 1) *call.workspace.draft(b) = kept;
     }
+    FewShare share = {0, kBriefClass + 1};
+    if (call.few.rows) share = FewShare::of(call, few_keys, keys);
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
-    int slots_before = 0;
+    Slots before = {0, 0};
     const auto visit = [&](auto &&each_one) {
-        int slots = slots_before;
+        Slots taken = before;
         for (int b = first; b < last; ++b) {
             Record record = kept;
             if (each > 1) record = *call.workspace.draft(b);
-            uint32_t units = units_of(call, record);
-            const int of = class_of(call, record, units), needs = static_cast<int>(units) * record.chunks;
-            record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+            const bool few = is_few(call, record);
+            if (few) record.chunks = share.blocks(call, record);
+            uint32_t units = few ? 1 : units_of(call, record);
+            const int of = few ? share.class_of(call, record) : class_of(call, record, units),
+                      needs = record.chunks ? (few ? static_cast<int>(call.heads_kv) : units * record.chunks) : 0;
+            const int64_t there = few ? call.few.slots : call.workspace.slots;
+            int &slots = few ? taken.few : taken.tiles;
+            record.slot = slots + needs <= there ? slots : -1;
             slots = min(slots + needs, kEnough);
+            if (few && record.slot < 0) record.chunks = 0;
             if (record.chunks && record.slot >= 0) units *= record.chunks;
-            each_one(record, units, of);
+            each_one(record, units, of, needs);
         }
+        return taken;
     };
-    if (call.workspace.slots) {
-        int needs = 0;
-        visit([&](const Record &record, uint32_t, int) {
-            needs = min(needs + static_cast<int>(units_of(call, record)) * record.chunks, kEnough);
-        });
-        slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
+    if (call.workspace.slots || call.few.slots) {
+        const Slots taken = visit([](const Record &, uint32_t, int, int) {});
+        const auto sum = [](int a, int b) { return min(a + b, kEnough); };
+        before = {scan_before(taken.tiles, scratch, sum), scan_before(taken.few, scratch, sum)};
     }
     __syncthreads();
-    visit([&](const Record &record, uint32_t units, int of) {
+    visit([&](const Record &record, uint32_t units, int of, int needs) {
         atomicAdd(&place[of], 1ull << 32 | units);
-        if (record.chunks && record.slot >= 0)
-            for (int n = 0; n < static_cast<int>(units); n += record.chunks) *call.workspace.left(record.slot + n) = {};
+        if (!record.chunks || record.slot < 0) return;
+        if (is_few(call, record)) {
+            for (int n = 0; n < needs; ++n) call.few.arrivals[record.slot + n] = 0;
+        } else {
+            for (int n = 0; n < needs; n += record.chunks) *call.workspace.left(record.slot + n) = {};
+        }
     });
     __syncthreads();
-    if (threadIdx.x < 32) begin_classes(call, place);
+    if (threadIdx.x < 32) begin_classes(call, place, share.shared_class);
     __syncthreads();
-    visit([&](Record &record, uint32_t units, int of) {
+    visit([&](Record &record, uint32_t units, int of, int) {
         const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
         record.unit = static_cast<int>(at & 0xffffffff);
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
     });
-    // serve_sm90's kernels, which this one followed, had waited for what came before them, so that it read lengths and
-    // wrote its list beside them. The main kernel waits for this one alone, and whoever comes next for that.
-    if (call.few_rows) dependency_wait();
+    if (call.few.rows) __threadfence(); // serve_listed_kernel reads the list without waiting for it
 }
 
 } // namespace fa::sm90::prefill

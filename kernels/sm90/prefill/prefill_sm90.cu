@@ -166,7 +166,7 @@ static fa_code encode(Params *params, const fa_problem *problem, const Own &own,
                              own.box_rows);
 }
 
-static Call call_of(const fa_problem *problem, const Own &own, void *workspace) {
+static Call call_of(const fa_problem *problem, const Own &own, const FewRows &few, void *workspace) {
     const fa_forward &p = problem->forward;
     const int group = static_cast<int>(p.heads / p.heads_kv);
     Call call = {
@@ -193,17 +193,17 @@ static Call call_of(const fa_problem *problem, const Own &own, void *workspace) 
         .group_queries = std::max(64 / group, 1),
         .store_queries = group <= 16 && 16 % group == 0 ? 16 / group : 0,
         .tile_m = own.tile_m,
-        .few_rows = own.few_rows,
+        .few = few,
     };
     if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
     return call;
 }
 
-fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     Params params = {};
-    params.call = call_of(problem, own, launch->workspace);
+    params.call = call_of(problem, own, few, launch->workspace);
     params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
     params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;
     const double scale = p.scale == 0 ? 1 : std::fabs(p.scale);
@@ -215,7 +215,11 @@ fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_lau
         static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
     const Configuration list(1, list_threads, 0, *launch);
     FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, params.call));
-    return kInstances[own.instance].launch(params, *plan, *launch);
+    return few.alone ? FA_OK : kInstances[own.instance].launch(params, *plan, *launch);
+}
+
+static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    return launch_call(problem, plan, launch, {});
 }
 
 } // namespace fa::sm90::prefill
@@ -232,5 +236,5 @@ FA_DEFINE_KERNEL(prefill_sm90) = {
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES |
              FA_WITH_POSITIONS,
     .plan = fa::sm90::prefill::plan_call,
-    .launch = fa::sm90::prefill::launch_call,
+    .launch = fa::sm90::prefill::prefill_launch,
 };

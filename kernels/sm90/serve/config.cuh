@@ -8,6 +8,9 @@
 #include "common/tiles.cuh" // Divider
 #include "sm90/serve/classes.cuh"
 
+namespace fa::sm90::prefill {
+struct Header;
+}
 namespace fa::sm90::serve {
 
 constexpr int kTileKeysLog2 = 5, kTileKeys = 1 << kTileKeysLog2; // keys of a tile of K and of V: one a lane
@@ -53,6 +56,15 @@ struct Sight {
     }
 };
 
+/* Of packed queries, where prefill_list_kernel says which sequences are whose (listed.cuh). */
+struct Listed {
+    prefill::Header *list; // NULL: no list
+    uint32_t *arrivals;    // of blocks that share a job, for each slot
+    char *own;             // for the states of a block's own job
+    int64_t own_bytes;
+    bool alone; // nobody else has sequences
+};
+
 /* The values that a launch reads of its call. */
 struct Params {
     CUtensorMap k_map, v_map; // where boxes
@@ -63,12 +75,12 @@ struct Params {
     int first, jobs;               // of this launch: tiles of rows times kv heads
     int64_t job_bytes;             // of states in workspace
     Divider parts;                 // blocks of a job
-    bool by_class;                 // of packed queries: a job a kv head of each sequence that is of few rows or thin
-    bool alone;                    // such a call has no other sequences, and no other kernel
+    bool by_number;                // of packed queries: a job has all rows of a kv head of a sequence
     bool clustered;                // the parts of a job are a cluster
     int boxes;                     // keys of a box of TMA; 0: cp.async
     char *workspace;
     Sight dense; // of a call without sequences: every batch entry
+    Listed listed;
 };
 
 } // namespace fa::sm90::serve

@@ -18,8 +18,9 @@ template <class C> struct Slots {
 
     /* Of a slot. */
     __host__ __device__ static constexpr size_t bytes(int pairs) { return size_t(pairs) * (C::kUnits * 64 + 16); }
+    __device__ __forceinline__ Slots(char *base, const Job &job) : base(base), pairs(job.pairs()) {}
     __device__ __forceinline__ Slots(const Params &params, const Job &job, int64_t n)
-        : base(params.workspace + n * params.job_bytes), pairs(job.pairs()) {}
+        : Slots(params.workspace + n * params.job_bytes, job) {}
     __device__ __forceinline__ float2 *value(int slot, int unit, int pair) const {
         return reinterpret_cast<float2 *>(base + slot * bytes(pairs)) + (unit * pairs + pair) * 8;
     }

@@ -29,6 +29,10 @@ fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, c
 }
 
 template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
+    if (params.listed.list) {
+        const dim3 blocks(static_cast<unsigned>(own.blocks));
+        return launch_kernel(serve_listed_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+    }
     if (own.brief) {
         const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
         return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);

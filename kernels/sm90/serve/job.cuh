@@ -24,9 +24,12 @@ struct Job {
     int rows_out;                      // rows that are written
     bool counts;                       // faults
     bool thin;                         // its sequence
-    bool others;                       // its sequence is another kernel's
     int low, high, shift, first, last; // see Sight
 
+    __device__ __forceinline__ void see(const Sight &sight) {
+        low = sight.low, high = sight.high, shift = sight.shift;
+        first = sight.first, last = count ? sight.last : sight.first;
+    }
     /* Tiles of 2^keys_log2 keys of the chunks [chunk, chunk_end). */
     __device__ __forceinline__ Tiles tiles(int chunk, int chunk_end, int keys_log2 = kTileKeysLog2) const {
         const int by = shift - keys_log2;
@@ -59,10 +62,10 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     job.head = n - of_head * static_cast<int>(params.heads_kv.divisor);
     leads = leads && job.head == 0;
     Spot spot = {};
-    if (params.by_class) {
+    if (params.by_number) {
         spot.batch = of_head;
         spot.rows.begin = largest_start(call.s.q, spot.batch + 1, joined);
-        find_entry(call, spot, leads && params.alone, joined);
+        find_entry(call, spot, leads, joined);
     } else if (call.s.q.starts) {
         spot = find_spot(call, of_head, 0, group, C::kJobRows, leads, joined);
     } else {
@@ -78,16 +81,11 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     job.row = static_cast<int>(first);
     job.count = rows_from(rows, first, C::kJobRows);
     job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kJobRows);
-    job.thin = is_thin(rows, C::kColumns);
-    job.others = params.by_class && rows > C::kJobRows;
-    if (params.by_class) // all of them are one job's
-        job.rows_out = static_cast<int>((spot.rows.end - spot.rows.begin) * group);
-    if (job.others) job.count = job.rows_out = 0;
+    if (params.by_number) job.rows_out = static_cast<int>((spot.rows.end - spot.rows.begin) * group);
     job.counts = job.head == 0 && spot.tile == 0;
-    const Sight sight =
-        call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined), job.thin) : params.dense;
-    job.low = sight.low, job.high = sight.high, job.shift = sight.shift;
-    job.first = sight.first, job.last = job.count ? sight.last : sight.first;
+    job.thin = is_thin(rows, C::kColumns);
+    job.see(call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined), job.thin)
+                         : params.dense);
     return job;
 }
 

@@ -49,6 +49,8 @@ static const Form *form_for(int64_t columns, fa_dtype dtype) {
 
 constexpr int kSmallestBox = 8;          // keys
 constexpr int kFewest = 4;               // chunks of a block, at least
+constexpr int64_t kLeastShared = 1024;   // keys of a job of a list that blocks share, more than
+constexpr int64_t kJobsABlock = 2;       // that share, of a list
 constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
 constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
 constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of 2 takes it
@@ -135,10 +137,11 @@ static void size_states(const fa_problem *problem, const Form &form, int64_t row
         own.slots = static_cast<int>(slots), own.pairs = static_cast<int>(pairs);
         own.job_bytes = std::max(own.job_bytes, slots * pairs * int64_t(form.state));
     };
-    own.job_bytes = 0;
+    own.job_bytes = own.own_bytes = 0;
     if (!thin || s.q.used || s.q.starts)
         need(std::min<int64_t>(divide_up(keys, kChunkKeys) + 1, kMaxChunks),
              (std::min<int64_t>(rows, kFewRows) + 1) / 2);
+    own.own_bytes = std::max(own.job_bytes, kThinRows / 2 * int64_t(form.state)); // of a thin job a slot
     if (!thin) return;
     const int64_t chunks = std::min<int64_t>(divide_up(keys, kThinChunkKeys) + 1, kThinChunks),
                   most = std::min<int64_t>(rows, kThinRows);
@@ -155,9 +158,21 @@ static int fold_parts_of(const Form &form, const Own &own, int64_t sms) {
     return static_cast<int>(apart ? parts : divide_up(units, kFoldParts / columns));
 }
 
-/* The plan of a call, or by class of some of its sequences, but for the choice. */
-static fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, bool by_class,
-                           fa_why *why) {
+/* Blocks that stay take the jobs of a list; as many as there is room for. */
+static fa_answer plan_list(const Form &form, int64_t keys, int64_t sms, int64_t limit, Own &own, fa_why *why) {
+    const auto up = [](int64_t bytes) { return (bytes + 127) / 128 * 128; };
+    own.own_bytes = up(own.own_bytes), own.job_bytes = up(own.job_bytes);
+    own.blocks = static_cast<int>(std::min(sms * form.blocks_per_sm, limit / own.own_bytes));
+    if (!own.blocks) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
+    const int64_t left = limit - own.blocks * own.own_bytes - 128;
+    const int64_t most = std::min(own.jobs, kJobsABlock * own.blocks),
+                  fit = left / (own.job_bytes + int64_t(sizeof(uint32_t)));
+    own.shared_jobs = keys > kLeastShared ? static_cast<int>(fa_clamp(fit, 0, most)) : 0;
+    return FA_TAKES;
+}
+
+/* The plan of a call, but for the choice. */
+fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, Jobs how, fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
@@ -178,17 +193,18 @@ static fa_answer plan_call(const fa_problem *problem, const fa_device_info *devi
     const Form &form = *found;
     own.instance = static_cast<int>(found - kForms);
     const int64_t group = group_of(p);
-    const int64_t queries = std::min(queries_at_most(problem), by_class ? form.rows / group : FA_UNBOUNDED),
+    const int64_t queries = std::min(queries_at_most(problem), how == Jobs::tiles ? FA_UNBOUNDED : form.rows / group),
                   most = queries * group;
-    own.by_class = by_class;
+    own.by_number = how == Jobs::by_number;
     own.tiles_m = divide_up(most, form.rows);
-    own.jobs = (by_class     ? p.batch
-                : s.q.starts ? tiles_of_packed(p, group, form.rows)
-                             : p.batch * own.tiles_m) *
+    own.jobs = (how != Jobs::tiles ? p.batch
+                : s.q.starts       ? tiles_of_packed(p, group, form.rows)
+                                   : p.batch * own.tiles_m) *
                p.heads_kv;
     const int64_t keys = keys_at_most(problem, queries), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     const bool thin = is_thin(most, form.columns);
     share(problem, form, sms, keys, thin, own);
+    if (how == Jobs::listed) own.parts = 2; // or any other number
     size_states(problem, form, most, keys, thin, own);
     // So short a sequence leaves most warps of a block without work, and has one state: of one chunk all but one, so
     // that few jobs go without workspace, too.
@@ -199,27 +215,32 @@ static fa_answer plan_call(const fa_problem *problem, const fa_device_info *devi
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
     const int64_t each = own.brief ? 0 : own.job_bytes, limit = device->workspace_limit;
     own.at_once = own.jobs;
+    plan->threads = form.threads;
+    plan->smem_bytes = form.shared;
+    plan->keep = true;
+    if (how == Jobs::listed) {
+        if (own.jobs) {
+            const fa_answer answer = plan_list(form, keys, sms, device->workspace_limit, own, why);
+            if (answer != FA_TAKES) return answer;
+        }
+        plan->workspace_bytes = own.arrivals_at() + own.shared_jobs * sizeof(uint32_t);
+        plan->blocks = own.blocks;
+        return FA_TAKES;
+    }
     if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
     if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = own.at_once * each;
     plan->blocks = own.brief ? divide_up(own.jobs, form.threads / 32) : own.jobs * own.parts;
-    plan->threads = form.threads;
-    plan->smem_bytes = form.shared;
-    plan->keep = true;
     return FA_TAKES;
 }
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    const fa_answer answer = plan_call(problem, device, plan, false, why);
+    const fa_answer answer = plan_call(problem, device, plan, Jobs::tiles, why);
     const Own &own = fa_own<Own>(plan);
     return answer == FA_TAKES ? choose(problem, kForms[own.instance], own, device->sm_count, why) : answer;
 }
-fa_answer plan_by_class(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, bool alone,
-                        fa_why *why) {
-    const fa_answer answer = plan_call(problem, device, plan, true, why);
-    fa_own<Own>(plan).alone = alone;
-    return answer;
-}
+
+int columns_of(const Own &own) { return kForms[own.instance].columns; }
 
 /* A box has 128 bytes of each row: more would be fetched twice. */
 constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
@@ -241,11 +262,9 @@ struct CachedMaps {
 };
 static thread_local CachedMaps cached_maps;
 
-fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+static fa_code params_of(const fa_problem *problem, const Own &own, const fa_launch *launch, Params &params) {
     const fa_forward &p = problem->forward;
-    const Own &own = fa_own<Own>(plan);
-    if (own.jobs == 0) return FA_OK;
-    Params params = {
+    params = {
         .call = serving(*problem),
         .score = score_params(p),
         .heads_kv = Divider::of(p.heads_kv),
@@ -254,8 +273,7 @@ fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_lau
         .tiles_m = Divider::of(std::max<int64_t>(own.tiles_m, 1)),
         .job_bytes = own.job_bytes,
         .parts = Divider::of(own.parts),
-        .by_class = own.by_class,
-        .alone = own.alone,
+        .by_number = own.by_number,
         .clustered = own.clustered,
         .workspace = static_cast<char *>(launch->workspace),
     };
@@ -274,11 +292,30 @@ fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_lau
         FA_TRY(tensor_map_encode(&params.v_map, cached_maps.v, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv,
                                  batch, keys, kPromotion));
     }
+    return FA_OK;
+}
+
+fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const Own &own = fa_own<Own>(plan);
+    if (own.jobs == 0) return FA_OK;
+    Params params;
+    FA_TRY(params_of(problem, own, launch, params));
     for (int64_t first = 0; first < own.jobs; first += own.at_once) {
         params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
         FA_TRY(kForms[own.instance].launch(params, own, *launch));
     }
     return FA_OK;
+}
+
+fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, void *list, bool alone) {
+    const Own &own = fa_own<Own>(plan);
+    if (own.jobs == 0) return FA_OK;
+    Params params;
+    FA_TRY(params_of(problem, own, launch, params));
+    params.listed = {static_cast<prefill::Header *>(list),
+                     reinterpret_cast<uint32_t *>(params.workspace + own.arrivals_at()),
+                     params.workspace + own.own_at(), own.own_bytes, alone};
+    return kForms[own.instance].launch(params, own, *launch);
 }
 
 } // namespace fa::sm90::serve

@@ -87,6 +87,7 @@ unsigned block_threads();
 /* ---- mbarriers ---- */
 
 void mbarrier_init(uint32_t address, uint32_t arrivals);
+void mbarrier_invalidate(uint32_t address);
 void mbarrier_arrive(uint32_t address);
 void mbarrier_expect(uint32_t address, uint32_t bytes); // without arriving
 bool mbarrier_wait(uint32_t address, uint32_t parity);

@@ -18,8 +18,16 @@ static Mbarrier &mbarrier_at(uint32_t address) {
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
     shared_pointer(address, 8, 8);
+    if (machine.mbarriers.count(address)) fail("the mbarrier at %#x is initialised again\n%s", address, places().c_str());
     Mbarrier &barrier = machine.mbarriers[address] = Mbarrier();
     barrier.count = barrier.pending = arrivals;
+}
+
+void mbarrier_invalidate(uint32_t address) {
+    const Mbarrier &barrier = mbarrier_at(address);
+    if (!barrier.waiting.empty() || barrier.bytes)
+        fail("the mbarrier at %#x is invalidated while it is in use\n%s", address, places().c_str());
+    machine.mbarriers.erase(address);
 }
 
 static void settle(Mbarrier &barrier) {

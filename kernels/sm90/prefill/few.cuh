@@ -1,0 +1,75 @@
+/* prefill_sm90: sequences of few rows a kv head in its list. They are serve_sm90's, by packed_sm90; each follows from
+ * its own length whether it is one, so that its bits are its own.
+ *
+ * Their records come after all others, those of the most keys first: first the ones whose kv heads blocks of
+ * serve_listed_kernel share, then those that a block has alone, then those of so few keys that a warp has one. How many
+ * blocks share a kv head follows from the keys of all of them, and changes no bit. */
+#pragma once
+#include "sm90/prefill/config.cuh"
+#include "sm90/serve/config.cuh" // Sight, is_thin
+
+namespace fa::sm90::prefill {
+
+constexpr int kClasses = 128;  // of sequences in tiles, four an octave of keys; as many of few rows come after them
+constexpr int kBriefClass = 8; // and those before it have up to 512 keys, a group of serve_sm90's chunks
+
+/* From 128 on. */
+__device__ __forceinline__ int class_of_keys(int64_t keys) {
+    const float cost = static_cast<float>(keys);
+    return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
+}
+
+/* Sequences without queries are nobody's, but that somebody writes their rows. */
+__device__ __forceinline__ bool is_few(const Call &call, const Record &r) {
+    return call.few.rows > 0 && int64_t(r.seq_q) * call.group <= call.few.rows && (r.seq_q > 0 || call.few.alone);
+}
+__device__ __forceinline__ bool is_thin(const Call &call, const Record &r) {
+    return serve::is_thin(int64_t(r.seq_q) * call.group, call.few.columns);
+}
+/* The keys that its queries see; where they have positions, those that they may see. */
+__device__ __forceinline__ fa_span few_span(const Call &call, const Record &r) {
+    const fa_entry e = entry_of(call, r);
+    if (!e.positions) return fa_seen_keys(&e, call.left, call.right, e.diagonal, e.seq_q - 1 + e.diagonal);
+    return {e.key_begin, e.key_end > e.key_begin ? e.key_end : e.key_begin};
+}
+
+/* How many keys a block of serve_listed_kernel is to have at a time. */
+struct FewShare {
+    int64_t keys;
+    int shared_class; // from here on blocks share
+
+    /* `mine`: keys of a kv head of the thread's sequences; `all` is in shared memory, and 0. By the block. */
+    static __device__ __forceinline__ FewShare of(const Call &call, unsigned long long &all, unsigned long long mine) {
+        constexpr int kUnits = 4, kLeastKeys = 1024; // of a block
+#pragma unroll
+        for (int by = 16; by; by /= 2) mine += __shfl_xor_sync(~0u, mine, by);
+        if (threadIdx.x % 32 == 0) atomicAdd(&all, mine);
+        __syncthreads();
+        FewShare share;
+        share.keys = max(static_cast<int64_t>(all * call.heads_kv / (kUnits * call.few.blocks)), int64_t(kLeastKeys));
+        share.shared_class = class_of_keys(share.keys);
+        return share;
+    }
+
+    /* That share a kv head of the sequence; 0: none do. */
+    __device__ __forceinline__ int blocks(const Call &call, const Record &r) const {
+        constexpr int kFewestChunks = 4; // of a block, a warp each
+        const fa_span span = few_span(call, r);
+        if (span.end - span.begin <= keys) return 0;
+        const bool thin = is_thin(call, r);
+        const serve::Sight sight = serve::Sight::of(span, thin);
+        const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks),
+                      count = min((span.end - span.begin + keys - 1) / keys, most);
+        return count > 1 ? static_cast<int>(count) : 0;
+    }
+
+    /* In which records of few rows are ordered. Those that have rows of no query beside them are a block's. */
+    __device__ __forceinline__ int class_of(const Call &call, const Record &r) const {
+        const fa_span span = few_span(call, r);
+        const int of = class_of_keys(max(span.end - span.begin - 1, int64_t(128)));
+        const bool beside = r.rows_end - r.rows_begin > r.seq_q || r.b == 0 || r.b + 1 == call.batch;
+        return is_thin(call, r) || (call.few.alone && beside) ? max(of, kBriefClass + 1) : of;
+    }
+};
+
+} // namespace fa::sm90::prefill
