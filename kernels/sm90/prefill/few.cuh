@@ -33,34 +33,52 @@ __device__ __forceinline__ fa_span few_span(const Call &call, const Record &r) {
     return {e.key_begin, e.key_end > e.key_begin ? e.key_end : e.key_begin};
 }
 
-/* How many keys a block of serve_listed_kernel is to have at a time. */
-struct FewShare {
-    int64_t keys;
-    int shared_class; // from here on blocks share
+/* Of all sequences of few rows. */
+struct FewFound {
+    unsigned long long keys; // of a kv head
+    int sequences;
+    int slots; // taken
+};
 
-    /* `mine`: keys of a kv head of the thread's sequences; `all` is in shared memory, and 0. By the block. */
-    static __device__ __forceinline__ FewShare of(const Call &call, unsigned long long &all, unsigned long long mine) {
-        constexpr int kUnits = 4, kLeastKeys = 1024; // of a block
+/* How the work on them is shared. */
+struct FewShare {
+    int64_t keys;                  // that a block has where several share a kv head
+    int shared_class, brief_class; // blocks share from here on; a warp has a kv head up to here
+
+    /* `all` is in shared memory, and 0. By the block. */
+    static __device__ __forceinline__ FewShare of(const Call &call, FewFound &all, FewFound mine) {
+        constexpr int64_t kLeastKeys = 512;
+        constexpr int kBriefJobs = 2; // a block, at least, so that its warps need not work together
 #pragma unroll
-        for (int by = 16; by; by /= 2) mine += __shfl_xor_sync(~0u, mine, by);
-        if (threadIdx.x % 32 == 0) atomicAdd(&all, mine);
+        for (int by = 16; by; by /= 2) {
+            mine.keys += __shfl_xor_sync(~0u, mine.keys, by);
+            mine.sequences += __shfl_xor_sync(~0u, mine.sequences, by);
+        }
+        if (threadIdx.x % 32 == 0) atomicAdd(&all.keys, mine.keys), atomicAdd(&all.sequences, mine.sequences);
         __syncthreads();
         FewShare share;
-        share.keys = max(static_cast<int64_t>(all * call.heads_kv / (kUnits * call.few.blocks)), int64_t(kLeastKeys));
-        share.shared_class = class_of_keys(share.keys);
+        share.keys = max(static_cast<int64_t>(all.keys * call.heads_kv / call.few.blocks), kLeastKeys);
+        share.shared_class = class_of_keys(kUnequal * share.keys);
+        share.brief_class = all.sequences * call.heads_kv >= kBriefJobs * call.few.blocks ? kBriefClass : 0;
         return share;
     }
 
-    /* That share a kv head of the sequence; 0: none do. */
-    __device__ __forceinline__ int blocks(const Call &call, const Record &r) const {
+    /* Lets blocks share each kv head of the sequence if it has so many keys that they would have to wait for the one
+     * that had it alone. */
+    __device__ __forceinline__ void cut(const Call &call, FewFound &all, Record &r) const {
         constexpr int kFewestChunks = 4; // of a block, a warp each
         const fa_span span = few_span(call, r);
-        if (span.end - span.begin <= keys) return 0;
+        if (span.end - span.begin <= kUnequal * keys) return;
         const bool thin = is_thin(call, r);
         const serve::Sight sight = serve::Sight::of(span, thin);
-        const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks),
-                      count = min((span.end - span.begin + keys - 1) / keys, most);
-        return count > 1 ? static_cast<int>(count) : 0;
+        const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks);
+        const int blocks = static_cast<int>(min((span.end - span.begin + keys - 1) / keys, most)),
+                  heads = static_cast<int>(call.heads_kv);
+        if (blocks < 2) return;
+        const int slot = atomicAdd(&all.slots, heads);
+        if (slot + heads > call.few.slots) return;
+        r.chunks = blocks, r.slot = slot;
+        for (int n = 0; n < heads; ++n) call.few.arrivals[slot + n] = 0;
     }
 
     /* In which records of few rows are ordered. Those that have rows of no query beside them are a block's. */
@@ -68,8 +86,11 @@ struct FewShare {
         const fa_span span = few_span(call, r);
         const int of = class_of_keys(max(span.end - span.begin - 1, int64_t(128)));
         const bool beside = r.rows_end - r.rows_begin > r.seq_q || r.b == 0 || r.b + 1 == call.batch;
-        return is_thin(call, r) || (call.few.alone && beside) ? max(of, kBriefClass + 1) : of;
+        return is_thin(call, r) || (call.few.alone && beside) ? max(of, brief_class + 1) : of;
     }
+
+  private:
+    static constexpr int kUnequal = 2; // shares, that a block may have to itself
 };
 
 } // namespace fa::sm90::prefill

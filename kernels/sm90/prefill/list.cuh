@@ -106,7 +106,7 @@ __device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q
 
 /* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
 __device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[2 * kClasses],
-                                              int shared_class) {
+                                              const FewShare &share) {
     constexpr int kEach = 2 * kClasses / 32;
     const int lane = threadIdx.x, top = 2 * kClasses - 1 - lane * kEach;
     unsigned long long mine = 0, all;
@@ -125,33 +125,62 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     }
     __syncwarp();
     if (lane) return;
-    const unsigned long long few = place[kClasses - 1], whole = place[shared_class - 1];
+    const unsigned long long few = place[kClasses - 1], whole = place[share.shared_class - 1];
     Header *header = call.workspace.header();
     header->units = static_cast<uint32_t>(few);
     header->counter = header->few_counter = 0;
     header->few_units = static_cast<uint32_t>(whole) - static_cast<uint32_t>(few);
     header->few_shared = static_cast<int>(few >> 32), header->few_whole = static_cast<int>(whole >> 32);
-    header->few_brief = static_cast<int>(place[kBriefClass] >> 32);
+    header->few_brief = static_cast<int>(place[share.brief_class] >> 32);
     header->few_end = static_cast<int>(place[0] >> 32);
     if (call.batch == 0) header->tail = 0;
 }
 
-/* How many were taken for states of chunks, and of kv heads of few rows. */
-struct Slots {
-    int tiles, few;
+/* A sequence whose turn it is. */
+struct Turn {
+    Record record;
+    uint32_t units;
+    int of;        // its class
+    bool has, few; // whether there is one; of few rows
 };
+
+/* Adds a sequence and its units to the place of its class; returns what was there. By the warp, so that threads whose
+ * sequences are alike, as most are, do not wait for each other's atomics. */
+__device__ __forceinline__ unsigned long long take_places(unsigned long long *place, const Turn &turn) {
+    const int lane = threadIdx.x % 32;
+    unsigned long long taken = 0;
+    for (uint32_t left = __ballot_sync(~0u, turn.has); left;) {
+        const int leader = __ffs(left) - 1, of = __shfl_sync(~0u, turn.of, leader);
+        const bool in = turn.has && turn.of == of;
+        const uint32_t all = __ballot_sync(~0u, in);
+        uint32_t sum = in ? turn.units : 0;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const uint32_t other = __shfl_up_sync(~0u, sum, by);
+            if (lane >= by) sum += other;
+        }
+        unsigned long long before = 0;
+        if (lane == 31) before = atomicAdd(place + of, static_cast<unsigned long long>(__popc(all)) << 32 | sum);
+        before = __shfl_sync(~0u, before, 31);
+        if (in)
+            taken =
+                before + (static_cast<unsigned long long>(__popc(all & ((1u << lane) - 1))) << 32 | (sum - turn.units));
+        left &= ~all;
+    }
+    return taken;
+}
 
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
     __shared__ unsigned long long place[2 * kClasses]; // sequences and, in the low half, units before the next of a
                                                        // class
-    __shared__ unsigned long long few_keys;            // of a kv head of all sequences of few rows
+    __shared__ FewFound few;
     const fa_sequences &s = call.s;
     const int threads = blockDim.x, batch = static_cast<int>(call.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
     for (int n = threadIdx.x; n < 2 * kClasses; n += threads) place[n] = 0;
-    if (threadIdx.x == 0) few_keys = 0;
+    if (threadIdx.x == 0) few = {};
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
 
@@ -171,60 +200,64 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         if (threadIdx.x > 0) begin[0] = before[0], begin[1] = before[1];
     }
     Record kept; // the thread's only sequence; several are drafts
-    unsigned long long keys = 0;
+    FewFound met = {};
     for (int b = first; b < last; ++b) {
         if (each > 1) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
         const fa_span q = fa_rows_to(&s.q, b, begin[0], end[0], s.packed_q);
         const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
         begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
         kept = meet(call, b, q, k);
-        if (is_few(call, kept)) keys += few_span(call, kept).end - few_span(call, kept).begin;
+        if (is_few(call, kept)) met.keys += few_span(call, kept).end - few_span(call, kept).begin, ++met.sequences;
         if (each > 1) *call.workspace.draft(b) = kept;
     }
-    FewShare share = {0, kBriefClass + 1};
-    if (call.few.rows) share = FewShare::of(call, few_keys, keys);
+    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 1, 0};
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
-    Slots before = {0, 0};
-    const auto visit = [&](auto &&each_one) {
-        Slots taken = before;
-        for (int b = first; b < last; ++b) {
-            Record record = kept;
-            if (each > 1) record = *call.workspace.draft(b);
-            const bool few = is_few(call, record);
-            if (few) record.chunks = share.blocks(call, record);
-            uint32_t units = few ? 1 : units_of(call, record);
-            const int of = few ? share.class_of(call, record) : class_of(call, record, units),
-                      needs = record.chunks ? (few ? static_cast<int>(call.heads_kv) : units * record.chunks) : 0;
-            const int64_t there = few ? call.few.slots : call.workspace.slots;
-            int &slots = few ? taken.few : taken.tiles;
-            record.slot = slots + needs <= there ? slots : -1;
-            slots = min(slots + needs, kEnough);
-            if (few && record.slot < 0) record.chunks = 0;
-            if (record.chunks && record.slot >= 0) units *= record.chunks;
-            each_one(record, units, of, needs);
+    int slots_before = 0;
+    const auto visit = [&](auto &&each_one) { // by whole warps, of which some threads have no sequence
+        int slots = slots_before;
+        for (int n = 0; n < each; ++n) {
+            Turn turn = {kept, 0, 0, first + n < last, false};
+            if (each > 1 && turn.has) turn.record = *call.workspace.draft(first + n);
+            Record &record = turn.record;
+            turn.few = turn.has && is_few(call, record);
+            if (turn.few) {
+                turn.units = max(record.chunks, 1), turn.of = share.class_of(call, record);
+            } else if (turn.has) {
+                turn.units = units_of(call, record), turn.of = class_of(call, record, turn.units);
+                const int needs = static_cast<int>(turn.units) * record.chunks;
+                record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+                slots = min(slots + needs, kEnough);
+                if (record.chunks && record.slot >= 0) turn.units *= record.chunks;
+            }
+            each_one(turn);
         }
-        return taken;
+        return slots;
     };
-    if (call.workspace.slots || call.few.slots) {
-        const Slots taken = visit([](const Record &, uint32_t, int, int) {});
-        const auto sum = [](int a, int b) { return min(a + b, kEnough); };
-        before = {scan_before(taken.tiles, scratch, sum), scan_before(taken.few, scratch, sum)};
-    }
+    if (call.workspace.slots)
+        slots_before =
+            scan_before(visit([](const Turn &) {}), scratch, [](int a, int b) { return min(a + b, kEnough); });
     __syncthreads();
-    visit([&](const Record &record, uint32_t units, int of, int needs) {
-        atomicAdd(&place[of], 1ull << 32 | units);
-        if (!record.chunks || record.slot < 0) return;
-        if (is_few(call, record)) {
-            for (int n = 0; n < needs; ++n) call.few.arrivals[record.slot + n] = 0;
-        } else {
-            for (int n = 0; n < needs; n += record.chunks) *call.workspace.left(record.slot + n) = {};
+    visit([&](Turn &turn) {
+        Record &record = turn.record;
+        if (turn.few) {
+            share.cut(call, few, record);
+            turn.units = max(record.chunks, 1);
+            if (each > 1)
+                *call.workspace.draft(record.b) = record;
+            else
+                kept = record;
+        } else if (turn.has && record.chunks && record.slot >= 0) {
+            for (uint32_t n = 0; n < turn.units; n += record.chunks) *call.workspace.left(record.slot + n) = {};
         }
+        take_places(place, turn);
     });
     __syncthreads();
-    if (threadIdx.x < 32) begin_classes(call, place, share.shared_class);
+    if (threadIdx.x < 32) begin_classes(call, place, share);
     __syncthreads();
-    visit([&](Record &record, uint32_t units, int of, int) {
-        const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
+    visit([&](Turn &turn) {
+        const unsigned long long at = take_places(place, turn);
+        Record &record = turn.record;
+        if (!turn.has) return;
         record.unit = static_cast<int>(at & 0xffffffff);
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
