@@ -104,7 +104,7 @@ BUDGET = {
     "wgmma_sm90": Budget(17, 30, 30),
     "wgmma_dropout_sm90": Budget(4, 4, 4),
     "prefill_sm90": Budget(9, 20, 21),
-    "serve_sm90": Budget(6, 6, 18),
+    "serve_sm90": Budget(6, 6, 30),
     "wgmma_split_sm90": Budget(0, 0, 16),
     "wgmma_backward_sm90": Budget(21, 54, 111),
     "wgmma_fused_backward_sm90": Budget(17, 20, 37),

@@ -162,13 +162,14 @@ template <class C> struct Chunk {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) change(s[m][e], 16 * m + e / 2 * 8, e % 2);
         };
-        if (params.score.cap_log2 > 0)
+        if (!C::kPlain && params.score.cap_log2 > 0)
             each([&](float &x, int, int) {
                 x = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(x, params.score.scale_cap)));
             });
         else
             each([&](float &x, int, int) { x = round_score(x, params.score.scale_log2); });
-        if (params.call.alibi.data) each([&](float &x, int at, int r) { x = add_alibi(x, rows.own(r), key + at); });
+        if (!C::kPlain && params.call.alibi.data)
+            each([&](float &x, int at, int r) { x = add_alibi(x, rows.own(r), key + at); });
         if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
             const uint32_t mine = valid >> threadIdx.x % 32 / 4;
             each([&](float &x, int at, int r) {

@@ -28,15 +28,14 @@ fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, c
     return FA_OK;
 }
 
-template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
-    if (params.listed.list) {
-        const dim3 blocks(static_cast<unsigned>(own.blocks));
-        return launch_kernel(serve_listed_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-    }
-    if (own.brief) {
-        const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
-        return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-    }
+/* Whether the plain kernels know all that a call says. */
+bool is_plain(const Params &params) {
+    const fa_sequences &s = params.call.s;
+    const bool positions = s.positions || s.begin || s.end;
+    return !positions && params.boxes && !params.call.alibi.data && params.score.cap_log2 <= 0;
+}
+
+template <class C> fa_code launch_both(const Params &params, const Own &own, const fa_launch &launch) {
     const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
     const dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
@@ -45,12 +44,27 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
 }
 
+template <class C>
+fa_code launch_listed(const Params &params, const Own &own, const fa_launch &launch) {
+    const dim3 blocks(static_cast<unsigned>(own.blocks));
+    return launch_kernel(serve_listed_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+}
+
+/* C is plain, and PlainThin, too. */
+template <class C, class Plain> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
+    if (own.brief) {
+        const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
+        return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+    }
+    return !own.thin && (own.by_number || !params.call.s.q.starts) && is_plain(params) ? launch_both<Plain>(params, own, launch) : launch_both<C>(params, own, launch);
+}
+
 } // namespace
 
 #define FA_DEFINE(name, columns, T)                                                                                    \
     extern "C" Launch name;                                                                                            \
     fa_code name(const Params &params, const Own &own, const fa_launch &launch) {                                      \
-        return launch_shape<Config<T, columns>>(params, own, launch);                                                  \
+        return launch_shape<Config<T, columns>, Config<T, columns, true>>(params, own, launch);                        \
     }
 FA_INSTANCES(FA_DEFINE)
 

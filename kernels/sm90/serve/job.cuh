@@ -53,11 +53,22 @@ __device__ __forceinline__ int rows_from(int64_t all, int64_t first, int most) {
     return static_cast<int>(fa_clamp(all - first, 0, most));
 }
 
+/* Those of the call, in plain kernels without what they do not know. */
+template <class C> __device__ __forceinline__ fa_sequences sequences(const Params &params) {
+    fa_sequences s = params.call.s;
+    if constexpr (C::kPlain) s.begin = s.end = s.positions = nullptr;
+    return s;
+}
+
 /* Job n of the call. By the block, or with joined NULL by a warp where q and k have no starts; `leads`: of its cluster.
  */
 template <class C> __device__ __forceinline__ Job find_job(const Params &params, int n, bool leads, int64_t *joined) {
     Job job;
-    const Serving &call = params.call;
+    const struct {
+        const AttentionParams &p;
+        fa_sequences s;
+        fa_fault_board *faults;
+    } call = {params.call.p, sequences<C>(params), params.call.faults};
     const int of_head = params.heads_kv.quotient(n), group = params.group.divisor;
     job.head = n - of_head * static_cast<int>(params.heads_kv.divisor);
     leads = leads && job.head == 0;
@@ -66,7 +77,7 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
         spot.batch = of_head;
         spot.rows.begin = largest_start(call.s.q, spot.batch + 1, joined);
         find_entry(call, spot, leads, joined);
-    } else if (call.s.q.starts) {
+    } else if (!C::kPlain && call.s.q.starts) {
         spot = find_spot(call, of_head, 0, group, C::kJobRows, leads, joined);
     } else {
         spot.batch = params.tiles_m.quotient(of_head);
@@ -83,7 +94,7 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kJobRows);
     if (params.by_number) job.rows_out = static_cast<int>((spot.rows.end - spot.rows.begin) * group);
     job.counts = job.head == 0 && spot.tile == 0;
-    job.thin = is_thin(rows, C::kColumns);
+    job.thin = C::kThin && is_thin(rows, C::kColumns);
     job.see(call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined), job.thin)
                          : params.dense);
     return job;

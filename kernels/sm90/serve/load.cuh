@@ -99,10 +99,11 @@ template <class C> struct Ring {
     Place place[2];  // of key `lane` of that, and of the tile after it
 
     __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+    __device__ __forceinline__ bool by_boxes() const { return C::kPlain || params.boxes; }
     __device__ __forceinline__ char *slot(int at) const { return slots + at * C::kSlotBytes; }
 
     __device__ __forceinline__ void init() const {
-        if (lane() < C::kSlots) mbarrier_init(full + lane(), params.boxes ? 1 : 32);
+        if (lane() < C::kSlots) mbarrier_init(full + lane(), by_boxes() ? 1 : 32);
         mbarrier_init_fence();
         __syncwarp();
     }
@@ -142,7 +143,7 @@ template <class C> struct Ring {
 
     /* Clears the rows of V that no query sees. The fence comes before TMA writes there again. */
     __device__ __forceinline__ void clear_rows(int at, uint32_t all) const {
-        if (!params.boxes) return;
+        if (!by_boxes()) return;
 #pragma unroll 1
         for (int row = 0; row < kTileKeys; ++row)
             if (!(all >> row & 1) && lane() < C::kColumns / 8)
@@ -155,7 +156,7 @@ template <class C> struct Ring {
   private:
     __device__ __forceinline__ void start(int at, const CUtensorMap &map, const fa_operand &x, int columns,
                                           uint32_t all) const {
-        if (!params.boxes) return copy(at, x, columns, all);
+        if (!by_boxes()) return copy(at, x, columns, all);
         if (lane() == 0) mbarrier_arrive_expect(full + at, C::kSlotBytes);
         __syncwarp();
         ask_boxes<C::kColumns / 64, C::kSlabBytes>(params, job, map, x, full + at, slot(at), place[0], all);

@@ -16,6 +16,7 @@ struct Own {
     bool clustered;        // the parts of a job
     bool brief;            // a job a warp
     bool by_number;        // see Params
+    bool thin;             // jobs may be
     // Of a list:
     int blocks, shared_jobs; // that work; jobs that blocks may share
     int64_t own_bytes;       // of states of a block's own job, behind those of shared ones

@@ -202,7 +202,7 @@ fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_
                                    : p.batch * own.tiles_m) *
                p.heads_kv;
     const int64_t keys = keys_at_most(problem, queries), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
-    const bool thin = is_thin(most, form.columns);
+    const bool thin = own.thin = is_thin(most, form.columns);
     share(problem, form, sms, keys, thin, own);
     if (how == Jobs::listed) own.parts = 2; // or any other number
     size_states(problem, form, most, keys, thin, own);
