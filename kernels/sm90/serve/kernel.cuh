@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
               part = params.clustered ? block - in_order * parts : of_heads - tile * parts;
     const bool reads = params.call.s.given; // memory, to know a job
     if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
+    if constexpr (!C::kThin) Ring<C>::init(params, shared.few.full[warp]); // before anything is waited for
     if (reads) {
         prefetch_lengths(params, n, part);
         dependency_wait();
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             thin_part(params, job, shared.thin, rings, slots, begin, end, whole);
             job = shared.thin.job; // so that registers need not keep it
         }
-    if (!thin) few_part(params, job, shared.few, rings, slots, begin, end);
+    if (!thin) few_part<C, C::kThin>(params, job, shared.few, rings, slots, begin, end);
     if (part == 0) {
         write_nothing<C>(params, job, threadIdx.x, C::kThreads);
         if (params.by_number) write_around<C>(params, job);
@@ -101,7 +102,33 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         count_faults_of_q(params.call.faults, s, job.b, job.rows);
         count_faults_of_k(params.call.faults, s, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k));
     }
+<<<<<<< HEAD
     attend_alone(params, job, shared.few, memory + Shared<C>::kRoom);
+=======
+    Ring<C> ring{params,
+                 job,
+                 memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
+                 shared.few.full[warp],
+                 shared.few.valid[warp],
+                 job.tiles(job.first, job.last)};
+    ring.init(params, shared.few.full[warp]);
+    ring.fill();
+    Rows<C> rows;
+    rows.row = shared.few.row[warp];
+    rows.load_queries(params, job);
+    rows.load_sight(params, job);
+    RingState<C::kSlots> at(0);
+    Chunk<C> group, chunk;
+    group.clear();
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) group.state[r].maximum = -INFINITY;
+#pragma unroll 1
+    for (int k = job.first; k < job.last; ++k) {
+        attend_chunk(params, job, ring, rows, at, chunk, k);
+        group.take(chunk, k == job.first);
+    }
+    write_chunk(params, job, group);
+>>>>>>> 851cee3 (Set up the barriers of few rows before a call's lengths are waited for)
     write_nothing<C>(params, job, lane, 32);
 }
 

@@ -100,7 +100,7 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
         const int begin = shares.begin(worker), end = shares.begin(worker + 1);
         if constexpr (C::kThin)
             if (thin) thin_part(params, job, shared.thin, rings, slots, begin, end, parts() == 1);
-        if (!thin) few_part(params, job, shared.few, rings, slots, begin, end);
+        if (!thin) few_part<C, true>(params, job, shared.few, rings, slots, begin, end);
     }
     if (listed.part == 0 && params.listed.alone) {
         write_nothing<C>(params, job, threadIdx.x, C::kThreads);

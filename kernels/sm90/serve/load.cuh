@@ -102,8 +102,10 @@ template <class C> struct Ring {
     __device__ __forceinline__ bool by_boxes() const { return C::kPlain || params.boxes; }
     __device__ __forceinline__ char *slot(int at) const { return slots + at * C::kSlotBytes; }
 
-    __device__ __forceinline__ void init() const {
-        if (lane() < C::kSlots) mbarrier_init(full + lane(), by_boxes() ? 1 : 32);
+    /* Sets up the barriers of a warp. */
+    static __device__ __forceinline__ void init(const Params &params, uint64_t *full) {
+        const int lane = threadIdx.x % 32;
+        if (lane < C::kSlots) mbarrier_init(full + lane, C::kPlain || params.boxes ? 1 : 32);
         mbarrier_init_fence();
         __syncwarp();
     }

@@ -93,8 +93,8 @@ __device__ __forceinline__ void attend(const Params &params, const Job &job, Rin
     if (opened >= 0) leave(slots, job, group, opened);
 }
 
-/* The chunks [begin, end) of a warp of few rows. */
-template <class C>
+/* The chunks [begin, end) of a warp of few rows. SetUp: its barriers are not yet. */
+template <class C, bool SetUp>
 __device__ __forceinline__ void few_part(const Params &params, const Job &job, Few<C> &shared, char *ring_memory,
                                          const Slots<C> &slots, int begin, int end) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void few_part(const Params &params, const Job &job, F
                  shared.full[warp],
                  shared.valid[warp],
                  job.tiles(begin, end)};
-    ring.init();
+    if constexpr (SetUp) ring.init(params, shared.full[warp]);
     if (!params.call.s.given) dependency_wait();
     if (begin >= end) return;
     ring.fill();
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attend_alone(const Params &params, const Job &jo
                  shared.full[warp],
                  shared.valid[warp],
                  job.tiles(job.first, job.last)};
-    ring.init();
+    ring.init(params, shared.full[warp]);
     ring.fill();
     Rows<C> rows;
     rows.row = shared.row[warp];
