@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         prefetch_lengths(params, n, part);
         dependency_wait();
     }
-    dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
+    // Only now, since serve_fold_kernel reads lengths without waiting for what wrote them; or in few_part.
+    if constexpr (C::kThin) dependency_release();
     Job job = find_job<C>(params, n, part == 0, shared.joined);
     const Slots<C> slots(params, job, n - params.first);
     const int each = job.template workers<C>(1); // of a block

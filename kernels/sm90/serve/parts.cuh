@@ -1,5 +1,6 @@
 /* serve_sm90: what blocks and warps do with their share of a job. */
 #pragma once
+#include "sm90/common/cluster.cuh" // dependency_wait
 #include "sm90/serve/chunk.cuh"
 #include "sm90/serve/fold.cuh"
 #include "sm90/serve/load.cuh"
@@ -108,6 +109,7 @@ __device__ __forceinline__ void few_part(const Params &params, const Job &job, F
     if (!params.call.s.given) dependency_wait();
     if (begin >= end) return;
     ring.fill();
+    if constexpr (!SetUp) dependency_release(); // so that serve_fold_kernel begins beside the copies, not before
     Rows<C> rows;
     rows.row = shared.row[warp];
     rows.load_queries(params, job);
