@@ -101,6 +101,13 @@ struct Part {
     float4 state; // maximum, sum of each row
 };
 
+struct PartPlace {
+    const float2 *value;
+    const float4 *state;
+
+    __device__ __forceinline__ Part read() const { return {*value, *state}; }
+};
+
 __device__ __forceinline__ Part fold_parts(const Part &to, const Part &x) {
     RowState a, b;
     a.maximum = to.state.x, a.sum = to.state.y, b.maximum = to.state.z, b.sum = to.state.w;
@@ -137,28 +144,47 @@ __device__ __forceinline__ void list_states(StateList &list, const Shares &share
     list.group[shares.groups()] = static_cast<int16_t>(count);
 }
 
-/* Folds the states [from, to) of a list, of which the first begins a group; whole groups, or all. */
-template <class Read> __device__ __forceinline__ Part fold_list(const StateList &list, int from, int to, Read &&read) {
+/* Folds the states [from, to) of a list, which are one group. All is ready for the reads when wait() returns. */
+template <class Find, class Wait>
+__device__ __forceinline__ Part fold_group(const StateList &list, int from, int to, Find &&find, Wait &&wait) {
+    static_assert(kAtOnce == kGroup);
+    PartPlace at[kAtOnce];
+    Part x[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) at[n] = find(list.state[min(from + n, to - 1)] >> 1);
+    wait();
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) x[n] = at[n].read();
+#pragma unroll
+    for (int n = 1; n < kAtOnce; ++n) {
+        const Part both = fold_parts(x[0], x[n]);
+        if (from + n < to) x[0] = both;
+    }
+    return x[0];
+}
+
+/* Folds all the states of a list. */
+template <class Find> __device__ __forceinline__ Part fold_list(const StateList &list, Find &&find) {
     Part total, group;
     total.value = make_float2(0.0f, 0.0f), total.state = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
     group = total;
     bool has_total = false;
 #pragma unroll 1
-    for (int at = from; at < to; at += kAtOnce) {
+    for (int at = 0; at < list.count; at += kAtOnce) {
         Part x[kAtOnce];
         bool opens[kAtOnce];
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
-            const int state = list.state[min(at + n, to - 1)]; // one too many costs no branch
-            opens[n] = state & 1, x[n] = read(state >> 1);
+            const int state = list.state[min(at + n, list.count - 1)]; // one too many costs no branch
+            opens[n] = state & 1, x[n] = find(state >> 1).read();
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
-            if (at + n >= to) break;
+            if (at + n >= list.count) break;
             if (!opens[n]) {
                 group = fold_parts(group, x[n]);
             } else {
-                if (at + n > from) total = has_total ? fold_parts(total, group) : group, has_total = true;
+                if (at + n > 0) total = has_total ? fold_parts(total, group) : group, has_total = true;
                 group = x[n];
             }
         }
@@ -167,17 +193,18 @@ template <class Read> __device__ __forceinline__ Part fold_list(const StateList 
 }
 
 /* Folds a job's states and writes the columns [8 first_unit, 8 last_unit) of its rows. `parts` has room for kFoldParts.
- * By the block, all of whose threads see the list. */
-template <class C>
+ * By the block, all of whose threads see the list; states can be read once wait() returns, which is called more than
+ * once. */
+template <class C, class Wait>
 __device__ __forceinline__ void fold_job(const Params &params, const Job &job, const Slots<C> &slots,
                                          const Shares &shares, const StateList &list, int first_unit, int last_unit,
-                                         Part *parts) {
+                                         Part *parts, Wait &&wait) {
     const int pairs = slots.pairs, groups = shares.groups();
     const int items = (last_unit - first_unit) * pairs * 8;
-    const auto read_at = [&](int item) {
+    const auto find_at = [&](int item) {
         const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs;
         return [&slots, unit, pair, column = item % 8](int slot) {
-            return Part{slots.value(slot, unit, pair)[column], *slots.state(slot, pair)};
+            return PartPlace{slots.value(slot, unit, pair) + column, slots.state(slot, pair)};
         };
     };
     // Where threads are left over, groups side by side, then what they make.
@@ -185,17 +212,18 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
     if (apart) {
         for (int n = threadIdx.x; n < items * groups; n += C::kThreads) {
             const int group = n / items;
-            parts[n] = fold_list(list, list.group[group], list.group[group + 1], read_at(n - group * items));
+            parts[n] = fold_group(list, list.group[group], list.group[group + 1], find_at(n - group * items), wait);
         }
-        __syncthreads();
     }
+    wait();
+    if (apart) __syncthreads();
     for (int item = threadIdx.x; item < items; item += C::kThreads) {
         Part part;
         if (apart) {
             part = parts[item];
             for (int group = 1; group < groups; ++group) part = fold_parts(part, parts[group * items + item]);
         } else {
-            part = fold_list(list, 0, list.count, read_at(item));
+            part = fold_list(list, find_at(item));
         }
         const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs, column = unit * 8 + item % 8;
 #pragma unroll

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     const int columns_of = params.clustered ? part : 0, blocks = params.clustered ? parts : 1;
     if (job.count)
         fold_job<C>(params, job, slots, all, shared.list, C::kUnits * columns_of / blocks,
-                    C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(rings));
+                    C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(rings), [] {});
 }
 
 /* A job a warp, where no sequence has more keys than a group of chunks: it writes what it has. Of sequences that have
@@ -147,9 +147,8 @@ __global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_co
     if (threadIdx.x < 32) list_states(list, shares);
     __syncthreads();
     const int y = static_cast<int>(blockIdx.y), blocks = static_cast<int>(gridDim.y);
-    dependency_wait();
     fold_job<C>(params, job, Slots<C>(params, job, blockIdx.x), shares, list, C::kUnits * y / blocks,
-                C::kUnits * (y + 1) / blocks, parts);
+                C::kUnits * (y + 1) / blocks, parts, [] { dependency_wait(); });
 }
 
 } // namespace fa::sm90::serve
