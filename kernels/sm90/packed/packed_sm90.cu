@@ -35,7 +35,7 @@ struct Own {
 };
 
 static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int64_t kByNumber = 256; // sequences: a block reads the starts up to its own
+    constexpr int64_t kByNumber = 128; // sequences: a block reads the starts up to its own
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = serve::sequence_rows(p.head_dim);

@@ -49,6 +49,12 @@ __device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
     return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
 }
 
+__device__ __forceinline__ void prefetch_lengths(const fa_sequences &s, int b) {
+    const int32_t *const arrays[] = {s.q.used, s.k.used, s.begin, s.end};
+    for (const int32_t *x : arrays)
+        if (x) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + b));
+}
+
 /* How a sequence is cut: by its own lengths and what its queries see. */
 __device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units) {
     if (units == 0 || units > kSplitUnits) return;
@@ -183,6 +189,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     if (threadIdx.x == 0) few = {};
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
+    for (int b = first; b < last; ++b) prefetch_lengths(s, b); // those below are read one after the other
 
     /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
      * ends wait in drafts of their records. */

@@ -24,7 +24,7 @@ __device__ __forceinline__ void write_nothing(const Call &call, int batch, int64
  * 32 columns from `part` on. One warp. */
 __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &r, int part, int step) {
     const fa_pages &pages = call.s.pages;
-    if (r.seq_q == 0) return;
+    if (r.tiles == 0) return; // serve_listed_kernel counts those of few rows
     const fa_entry e = entry_of(call, r);
     const Stands at = stands(e, 0, r.seq_q - 1);
     const fa_span seen = fa_tile_keys(&e, call.left, call.right, at.low, at.high);

@@ -29,17 +29,33 @@ template <class C> struct Slots {
     }
 };
 
-template <class T>
-__device__ __forceinline__ void store_out(const Params &params, const Job &job, const RowPlace &row, int column,
-                                          float x) {
+/* The first column of a row of out. */
+template <class T> __device__ __forceinline__ char *row_out(const Params &params, const Job &job, const RowPlace &row) {
+    const AttentionParams &p = params.call.p;
+    const int64_t at =
+        row.batch * p.out.stride[0] + row.head * p.out.stride[1] + (job.first_out + row.query) * p.out.stride[2];
+    return static_cast<char *>(p.out.data) + at * (p.out_dtype == FA_F32 ? sizeof(float) : sizeof(T));
+}
+
+template <class T> __device__ __forceinline__ void store_out(const Params &params, char *row, int column, float x) {
     const AttentionParams &p = params.call.p;
     if (column >= p.head_dim_v) return;
-    const int64_t at = row.batch * p.out.stride[0] + row.head * p.out.stride[1] +
-                       (job.first_out + row.query) * p.out.stride[2] + column * p.out.stride[3];
+    const int64_t at = column * p.out.stride[3];
     if (p.out_dtype == FA_F32)
-        static_cast<float *>(p.out.data)[at] = x;
+        reinterpret_cast<float *>(row)[at] = x;
     else
-        static_cast<T *>(p.out.data)[at] = from_float<T>(x);
+        reinterpret_cast<T *>(row)[at] = from_float<T>(x);
+}
+
+/* Of columns `column`, which is even, and the next. */
+template <class T>
+__device__ __forceinline__ void store_two(const Params &params, char *row, int column, float x, float y) {
+    if (params.in_pairs) {
+        if (column < params.call.p.head_dim_v) reinterpret_cast<uint32_t *>(row)[column / 2] = pack<T>(x, y);
+    } else {
+        store_out<T>(params, row, column, x);
+        store_out<T>(params, row, column + 1, y);
+    }
 }
 
 /* Rows of no query: 0 and -inf. By `threads`. */
@@ -49,7 +65,7 @@ __device__ __forceinline__ void write_nothing(const Params &params, const Job &j
     for (int n = thread; n < (job.rows_out - job.count) * C::kColumns; n += threads) {
         const RowPlace row = row_place(params, job, job.count + n / C::kColumns);
         if (n % C::kColumns == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, -INFINITY);
-        store_out<typename C::T>(params, job, row, n % C::kColumns, 0.0f);
+        store_out<typename C::T>(params, row_out<typename C::T>(params, job, row), n % C::kColumns, 0.0f);
     }
 }
 
@@ -70,12 +86,8 @@ __device__ __forceinline__ RowResult finish(const Params &params, const RowPlace
     return params.call.p.sinks.data ? finish_row(params.call.p, row.head, state) : finish_fast(state);
 }
 
-/* A column of a row. */
-template <class T>
-__device__ __forceinline__ void store_result(const Params &params, const Job &job, const RowPlace &row,
-                                             const RowResult &result, int column, float value) {
-    if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
-    store_out<T>(params, job, row, column, result.factor == 0.0f ? 0.0f : __fmul_rn(value, result.factor));
+__device__ __forceinline__ float scaled(float value, const RowResult &result) {
+    return result.factor == 0.0f ? 0.0f : __fmul_rn(value, result.factor);
 }
 
 /* Writes a job of which `x` is all. By the warp. */
@@ -88,10 +100,12 @@ __device__ __forceinline__ void write_chunk(const Params &params, const Job &job
         if (index >= job.count) continue;
         const RowPlace row = row_place(params, job, index);
         const RowResult result = finish(params, row, x.state[r]);
+        char *const to = row_out<typename C::T>(params, job, row);
+        if (lane < 4) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
 #pragma unroll
         for (int unit = 0; unit < C::kUnits; ++unit)
-            store_result<typename C::T>(params, job, row, result, unit * 8 + lane / 4,
-                                        x.out[unit / 2][unit % 2 * 2 + r]);
+            store_out<typename C::T>(params, to, unit * 8 + lane / 4,
+                                     scaled(x.out[unit / 2][unit % 2 * 2 + r], result));
     }
 }
 
@@ -233,8 +247,10 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
             const RowPlace row = row_place(params, job, index);
             RowState state;
             state.maximum = r ? part.state.z : part.state.x, state.sum = r ? part.state.w : part.state.y;
-            store_result<typename C::T>(params, job, row, finish(params, row, state), column,
-                                        r ? part.value.y : part.value.x);
+            const RowResult result = finish(params, row, state);
+            if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
+            store_out<typename C::T>(params, row_out<typename C::T>(params, job, row), column,
+                                     scaled(r ? part.value.y : part.value.x, result));
         }
     }
 }

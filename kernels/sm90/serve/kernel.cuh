@@ -103,33 +103,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         count_faults_of_q(params.call.faults, s, job.b, job.rows);
         count_faults_of_k(params.call.faults, s, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k));
     }
-<<<<<<< HEAD
     attend_alone(params, job, shared.few, memory + Shared<C>::kRoom);
-=======
-    Ring<C> ring{params,
-                 job,
-                 memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
-                 shared.few.full[warp],
-                 shared.few.valid[warp],
-                 job.tiles(job.first, job.last)};
-    ring.init(params, shared.few.full[warp]);
-    ring.fill();
-    Rows<C> rows;
-    rows.row = shared.few.row[warp];
-    rows.load_queries(params, job);
-    rows.load_sight(params, job);
-    RingState<C::kSlots> at(0);
-    Chunk<C> group, chunk;
-    group.clear();
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) group.state[r].maximum = -INFINITY;
-#pragma unroll 1
-    for (int k = job.first; k < job.last; ++k) {
-        attend_chunk(params, job, ring, rows, at, chunk, k);
-        group.take(chunk, k == job.first);
-    }
-    write_chunk(params, job, group);
->>>>>>> 851cee3 (Set up the barriers of few rows before a call's lengths are waited for)
     write_nothing<C>(params, job, lane, 32);
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ Job listed_job(const Params &params, const prefill::R
     const int64_t rows = int64_t(of.seq_q) * group;
     job.count = rows_from(rows, 0, C::kJobRows);
     job.rows_out = params.listed.alone ? static_cast<int>((job.rows.end - job.rows.begin) * group) : job.count;
-    job.counts = params.listed.alone && head == 0;
+    job.counts = head == 0;
     job.thin = is_thin(rows, C::kColumns);
     job.see(Sight::of(entry_keys(job.entry, call.p.left, call.p.right, joined), job.thin));
     return job;
@@ -120,7 +120,8 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
     const Shares all(job, parts() * job.template workers<C>(1));
     if (warp == 0) list_states(shared.list, all);
     __syncthreads();
-    if (job.count) fold_job<C>(params, job, slots, all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings));
+    if (job.count)
+        fold_job<C>(params, job, slots, all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings), [] {});
     tma_store_fence(); // the next unit's copies come to where fold_job has written
 }
 

@@ -262,6 +262,12 @@ struct CachedMaps {
 };
 static thread_local CachedMaps cached_maps;
 
+/* Whether each row starts at a multiple of 4 bytes. */
+static bool all_even(const fa_operand &x) {
+    return reinterpret_cast<uintptr_t>(x.data) % 4 == 0 && x.stride[0] % 2 == 0 && x.stride[1] % 2 == 0 &&
+           x.stride[2] % 2 == 0;
+}
+
 static fa_code params_of(const fa_problem *problem, const Own &own, const fa_launch *launch, Params &params) {
     const fa_forward &p = problem->forward;
     params = {
@@ -274,6 +280,7 @@ static fa_code params_of(const fa_problem *problem, const Own &own, const fa_lau
         .job_bytes = own.job_bytes,
         .parts = Divider::of(own.parts),
         .by_number = own.by_number,
+        .in_pairs = p.out_dtype == p.dtype && p.out.stride[3] == 1 && all_even(p.out),
         .clustered = own.clustered,
         .workspace = static_cast<char *>(launch->workspace),
     };

@@ -74,7 +74,7 @@ template <class C> struct ThinChunk {
                                                  uint64_t valid) {
         constexpr int kScores = kThinKeys / 2;
         const int lane_column = 2 * (threadIdx.x % 4);
-        if (params.score.cap_log2 > 0) {
+        if (!C::kPlain && params.score.cap_log2 > 0) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
                 s[i] = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(s[i], params.score.scale_cap)));
@@ -82,7 +82,7 @@ template <class C> struct ThinChunk {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] = round_score(s[i], params.score.scale_log2);
         }
-        if (params.call.alibi.data) {
+        if (!C::kPlain && params.call.alibi.data) {
             const LaneRow own[2] = {rows.own[0], rows.own[8]};
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
@@ -202,11 +202,13 @@ template <class C> struct ThinChunk {
             if (index >= job.count) continue;
             const RowPlace row = row_place(params, job, index);
             const RowResult result = finish(params, row, state[r]);
+            char *const to = row_out<T>(params, job, row);
+            if (threadIdx.x % 4 == 0)
+                store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
 #pragma unroll
             for (int i = 2 * r; i < C::kColumns / 2; i += 4)
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    store_result<T>(params, job, row, result, i / 4 * 8 + 2 * (threadIdx.x % 4) + e, out[i + e]);
+                store_two<T>(params, to, i / 4 * 8 + 2 * (threadIdx.x % 4), scaled(out[i], result),
+                             scaled(out[i + 1], result));
         }
     }
 };
