@@ -87,8 +87,13 @@ static fa_code packed_launch(const fa_problem *problem, const fa_plan *plan, con
         own.few.shared_jobs,
         own.alone,
         reinterpret_cast<uint32_t *>(static_cast<char *>(behind.workspace) + own.few.arrivals_at())};
-    FA_TRY(prefill::launch_call(problem, plan, launch, rows));
-    return serve::launch_listed(problem, &few, &behind, launch->workspace, own.alone);
+    // Where there are few queries a sequence the tiles come last, since as a rule there are none.
+    constexpr int64_t kFewQueries = 4;
+    const bool first = problem->forward.seq_q <= kFewQueries * problem->forward.batch;
+    FA_TRY(prefill::launch_list(problem, plan, launch, rows));
+    if (!own.alone && !first) FA_TRY(prefill::launch_tiles(problem, plan, launch, rows));
+    FA_TRY(serve::launch_listed(problem, &few, &behind, launch->workspace, own.alone, first));
+    return own.alone || !first ? FA_OK : prefill::launch_tiles(problem, plan, launch, rows);
 }
 
 } // namespace fa::sm90::packed

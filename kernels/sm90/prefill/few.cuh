@@ -36,16 +36,19 @@ __device__ __forceinline__ fa_span few_span(const Call &call, const Record &r) {
 /* Of all sequences of few rows. */
 struct FewFound {
     unsigned long long keys; // of a kv head
-    int sequences;
+    int longest, sequences;
     int slots; // taken
 };
 
 /* How the work on them is shared. */
 struct FewShare {
     int64_t keys;                  // that a block has where several share a kv head
+    int64_t alone;                 // of a kv head that a block has to itself, at most
     int shared_class, brief_class; // blocks share from here on; a warp has a kv head up to here
 
-    /* `all` is in shared memory, and 0. By the block. */
+    /* Where lengths differ a block is to have no more than half of what all of them have on average, so that those who
+     * end early find something short; where they are alike, as much as leaves few of the blocks idle, since every kv
+     * head that is shared costs a fold. `all` is in shared memory, and 0. By the block. */
     static __device__ __forceinline__ FewShare of(const Call &call, FewFound &all, FewFound mine) {
         constexpr int64_t kLeastKeys = 512;
         constexpr int kBriefJobs = 2; // a block, at least, so that its warps need not work together
@@ -54,21 +57,27 @@ struct FewShare {
             mine.keys += __shfl_xor_sync(~0u, mine.keys, by);
             mine.sequences += __shfl_xor_sync(~0u, mine.sequences, by);
         }
-        if (threadIdx.x % 32 == 0) atomicAdd(&all.keys, mine.keys), atomicAdd(&all.sequences, mine.sequences);
+        mine.longest = __reduce_max_sync(~0u, mine.longest);
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&all.keys, mine.keys), atomicAdd(&all.sequences, mine.sequences);
+            atomicMax(&all.longest, mine.longest);
+        }
         __syncthreads();
+        const int64_t mean = max(static_cast<int64_t>(all.keys * call.heads_kv / call.few.blocks), kLeastKeys);
+        const bool alike = int64_t(all.longest) * all.sequences * 2 <= static_cast<int64_t>(all.keys) * 3;
         FewShare share;
-        share.keys = max(static_cast<int64_t>(all.keys * call.heads_kv / call.few.blocks), kLeastKeys);
-        share.shared_class = class_of_keys(kUnequal * share.keys);
+        share.keys = alike ? mean : max(mean / 2, kLeastKeys);
+        share.alone = alike ? 2 * mean : share.keys * 3 / 2;
+        share.shared_class = class_of_keys(share.alone);
         share.brief_class = all.sequences * call.heads_kv >= kBriefJobs * call.few.blocks ? kBriefClass : 0;
         return share;
     }
 
-    /* Lets blocks share each kv head of the sequence if it has so many keys that they would have to wait for the one
-     * that had it alone. */
+    /* Lets blocks share each kv head of a sequence that one block would have for too long. */
     __device__ __forceinline__ void cut(const Call &call, FewFound &all, Record &r) const {
         constexpr int kFewestChunks = 4; // of a block, a warp each
         const fa_span span = few_span(call, r);
-        if (span.end - span.begin <= kUnequal * keys) return;
+        if (span.end - span.begin <= alone) return;
         const bool thin = is_thin(call, r);
         const serve::Sight sight = serve::Sight::of(span, thin);
         const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks);
@@ -78,6 +87,7 @@ struct FewShare {
         const int slot = atomicAdd(&all.slots, heads);
         if (slot + heads > call.few.slots) return;
         r.chunks = blocks, r.slot = slot;
+#pragma unroll 1
         for (int n = 0; n < heads; ++n) call.few.arrivals[slot + n] = 0;
     }
 
@@ -88,9 +98,6 @@ struct FewShare {
         const bool beside = r.rows_end - r.rows_begin > r.seq_q || r.b == 0 || r.b + 1 == call.batch;
         return is_thin(call, r) || (call.few.alone && beside) ? max(of, brief_class + 1) : of;
     }
-
-  private:
-    static constexpr int kUnequal = 2; // shares, that a block may have to itself
 };
 
 } // namespace fa::sm90::prefill

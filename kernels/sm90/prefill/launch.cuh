@@ -20,9 +20,10 @@ struct Own {
     int slots; // for states of chunks
 };
 
-/* For packed_sm90, too: the plan, and the launch of the list and of what has tiles. */
+/* For packed_sm90, too: the plan, and the launches of the list and of the tiles. */
 fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why);
-fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few);
+fa_code launch_list(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few);
+fa_code launch_tiles(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few);
 
 using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
 

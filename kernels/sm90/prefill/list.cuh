@@ -39,6 +39,7 @@ template <class Join> __device__ __forceinline__ int scan_before(int x, int *scr
     if (lane == 31) scratch[warp] = x;
     __syncthreads();
     int before = lane ? left : 0;
+#pragma unroll 1
     for (int w = 0; w < warp; ++w) before = join(before, scratch[w]);
     __syncthreads();
     return before;
@@ -64,6 +65,7 @@ __device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units)
     const int64_t keys = seen.end - seen.begin, most = min(int64_t(kSplitTarget / units), keys / kChunk);
     if (keys <= kSplitKeys) return;
     int64_t chunk = kChunk;
+#pragma unroll 1
     while (chunk * most < keys) chunk *= 2;
     r.chunk = static_cast<int>(chunk), r.first_chunk = static_cast<int>(seen.begin / chunk);
     r.chunks = static_cast<int>((seen.end - 1) / chunk) - r.first_chunk + 1;
@@ -116,6 +118,7 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     constexpr int kEach = 2 * kClasses / 32;
     const int lane = threadIdx.x, top = 2 * kClasses - 1 - lane * kEach;
     unsigned long long mine = 0, all;
+#pragma unroll 1
     for (int n = 0; n < kEach; ++n) mine += place[top - n];
     all = mine;
 #pragma unroll
@@ -124,6 +127,7 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
         if (lane >= by) all += other;
     }
     unsigned long long here = all - mine;
+#pragma unroll 1
     for (int n = 0; n < kEach; ++n) {
         const unsigned long long count = place[top - n];
         place[top - n] = here;
@@ -155,6 +159,7 @@ struct Turn {
 __device__ __forceinline__ unsigned long long take_places(unsigned long long *place, const Turn &turn) {
     const int lane = threadIdx.x % 32;
     unsigned long long taken = 0;
+#pragma unroll 1
     for (uint32_t left = __ballot_sync(~0u, turn.has); left;) {
         const int leader = __ffs(left) - 1, of = __shfl_sync(~0u, turn.of, leader);
         const bool in = turn.has && turn.of == of;
@@ -185,10 +190,12 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     const fa_sequences &s = call.s;
     const int threads = blockDim.x, batch = static_cast<int>(call.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
+#pragma unroll 1
     for (int n = threadIdx.x; n < 2 * kClasses; n += threads) place[n] = 0;
     if (threadIdx.x == 0) few = {};
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
+#pragma unroll 1
     for (int b = first; b < last; ++b) prefetch_lengths(s, b); // those below are read one after the other
 
     /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
@@ -198,6 +205,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         const auto larger = [](int a, int b) { return max(a, b); };
         if (threadIdx.x == 0) begin[0] = start_of(s.q, 0), begin[1] = start_of(s.k, 0);
         int highest[2] = {begin[0], begin[1]};
+#pragma unroll 1
         for (int b = first; b < last; ++b) {
             end[0] = start_of(s.q, b + 1), end[1] = start_of(s.k, b + 1);
             highest[0] = max(highest[0], end[0]), highest[1] = max(highest[1], end[1]);
@@ -208,26 +216,41 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     }
     Record kept; // the thread's only sequence; several are drafts
     FewFound met = {};
+#pragma unroll 1
     for (int b = first; b < last; ++b) {
         if (each > 1) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
         const fa_span q = fa_rows_to(&s.q, b, begin[0], end[0], s.packed_q);
         const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
         begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
         kept = meet(call, b, q, k);
-        if (is_few(call, kept)) met.keys += few_span(call, kept).end - few_span(call, kept).begin, ++met.sequences;
+        if (is_few(call, kept)) {
+            const fa_span span = few_span(call, kept);
+            const int keys = static_cast<int>(span.end - span.begin);
+            met.keys += keys, met.longest = max(met.longest, keys), ++met.sequences;
+        }
         if (each > 1) *call.workspace.draft(b) = kept;
     }
-    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 1, 0};
+    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 0, 1, 0};
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
-    const auto visit = [&](auto &&each_one) { // by whole warps, of which some threads have no sequence
+    __syncthreads();
+    // Slots are counted, then units of each class, then records are written; by whole warps, of which some threads have
+    // no sequence. A loop, since a launch runs this code once, from memory.
+#pragma unroll 1
+    for (int pass = call.workspace.slots ? 0 : 1; pass < 3; ++pass) {
         int slots = slots_before;
+#pragma unroll 1
         for (int n = 0; n < each; ++n) {
             Turn turn = {kept, 0, 0, first + n < last, false};
-            if (each > 1 && turn.has) turn.record = *call.workspace.draft(first + n);
             Record &record = turn.record;
+            if (each > 1 && turn.has) record = *call.workspace.draft(first + n);
             turn.few = turn.has && is_few(call, record);
             if (turn.few) {
+                if (pass == 1) {
+                    share.cut(call, few, record);
+                    kept = record;
+                    if (each > 1) *call.workspace.draft(record.b) = record;
+                }
                 turn.units = max(record.chunks, 1), turn.of = share.class_of(call, record);
             } else if (turn.has) {
                 turn.units = units_of(call, record), turn.of = class_of(call, record, turn.units);
@@ -235,40 +258,22 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
                 record.slot = slots + needs <= call.workspace.slots ? slots : -1;
                 slots = min(slots + needs, kEnough);
                 if (record.chunks && record.slot >= 0) turn.units *= record.chunks;
+                if (pass == 1 && record.chunks && record.slot >= 0)
+#pragma unroll 1
+                    for (int at = 0; at < needs; at += record.chunks) *call.workspace.left(record.slot + at) = {};
             }
-            each_one(turn);
+            if (pass == 0) continue;
+            const unsigned long long at = take_places(place, turn);
+            if (pass == 1 || !turn.has) continue;
+            record.unit = static_cast<int>(at & 0xffffffff);
+            *call.workspace.record(static_cast<int>(at >> 32)) = record;
+            if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
         }
-        return slots;
-    };
-    if (call.workspace.slots)
-        slots_before =
-            scan_before(visit([](const Turn &) {}), scratch, [](int a, int b) { return min(a + b, kEnough); });
-    __syncthreads();
-    visit([&](Turn &turn) {
-        Record &record = turn.record;
-        if (turn.few) {
-            share.cut(call, few, record);
-            turn.units = max(record.chunks, 1);
-            if (each > 1)
-                *call.workspace.draft(record.b) = record;
-            else
-                kept = record;
-        } else if (turn.has && record.chunks && record.slot >= 0) {
-            for (uint32_t n = 0; n < turn.units; n += record.chunks) *call.workspace.left(record.slot + n) = {};
-        }
-        take_places(place, turn);
-    });
-    __syncthreads();
-    if (threadIdx.x < 32) begin_classes(call, place, share);
-    __syncthreads();
-    visit([&](Turn &turn) {
-        const unsigned long long at = take_places(place, turn);
-        Record &record = turn.record;
-        if (!turn.has) return;
-        record.unit = static_cast<int>(at & 0xffffffff);
-        *call.workspace.record(static_cast<int>(at >> 32)) = record;
-        if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
-    });
+        if (pass == 0) slots_before = scan_before(slots, scratch, [](int a, int b) { return min(a + b, kEnough); });
+        __syncthreads();
+        if (pass == 1 && threadIdx.x < 32) begin_classes(call, place, share);
+        __syncthreads();
+    }
     if (call.few.rows) __threadfence(); // serve_listed_kernel reads the list without waiting for it
 }
 

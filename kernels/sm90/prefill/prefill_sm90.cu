@@ -199,10 +199,9 @@ static Call call_of(const fa_problem *problem, const Own &own, const FewRows &fe
     return call;
 }
 
-fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few) {
+static fa_code params_of(const fa_problem *problem, const Own &own, const FewRows &few, const fa_launch *launch,
+                         Params &params) {
     const fa_forward &p = problem->forward;
-    const Own &own = fa_own<Own>(plan);
-    Params params = {};
     params.call = call_of(problem, own, few, launch->workspace);
     params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
     params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;
@@ -210,16 +209,30 @@ fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_lau
     params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : scale) * kLog2E);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(scale / p.softcap) : 0.0f;
     FA_TRY(encode(&params, problem, own, *launch));
+    return FA_OK;
+}
+
+fa_code launch_list(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few) {
+    const Call call = call_of(problem, fa_own<Own>(plan), few, launch->workspace);
     FA_CHAOS_ARM(launch->stream, *launch);
-    const int list_threads =
-        static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
-    const Configuration list(1, list_threads, 0, *launch);
-    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, params.call));
-    return few.alone ? FA_OK : kInstances[own.instance].launch(params, *plan, *launch);
+    const int threads =
+        static_cast<int>(std::min<int64_t>(std::max<int64_t>(call.batch + 31, 32) / 32 * 32, kListThreads));
+    const Configuration list(1, threads, 0, *launch);
+    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, call));
+    return FA_OK;
+}
+
+fa_code launch_tiles(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, const FewRows &few) {
+    const Own &own = fa_own<Own>(plan);
+    Params params = {};
+    FA_TRY(params_of(problem, own, few, launch, params));
+    FA_CHAOS_ARM(launch->stream, *launch);
+    return kInstances[own.instance].launch(params, *plan, *launch);
 }
 
 static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    return launch_call(problem, plan, launch, {});
+    FA_TRY(launch_list(problem, plan, launch, {}));
+    return launch_tiles(problem, plan, launch, {});
 }
 
 } // namespace fa::sm90::prefill

@@ -67,6 +67,7 @@ struct Listed {
     char *own;             // for the states of a block's own job
     int64_t own_bytes;
     bool alone; // nobody else has sequences
+    bool first; // before prefill_sm90_kernel
 };
 
 /* The values that a launch reads of its call. */

@@ -100,7 +100,10 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
         const int begin = shares.begin(worker), end = shares.begin(worker + 1);
         if constexpr (C::kThin)
             if (thin) thin_part(params, job, shared.thin, rings, slots, begin, end, parts() == 1);
-        if (!thin) few_part<C, true>(params, job, shared.few, rings, slots, begin, end);
+        if (!thin) {
+            const Job kept = job; // in registers
+            few_part<C, true>(params, kept, shared.few, rings, slots, begin, end);
+        }
     }
     if (listed.part == 0 && params.listed.alone) {
         write_nothing<C>(params, job, threadIdx.x, C::kThreads);
@@ -151,7 +154,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     auto &shared = *reinterpret_cast<Shared<C> *>(memory);
     char *const rings = memory + Shared<C>::kRoom;
     if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
-    if (params.listed.alone) dependency_wait();
+    const bool follows = !params.listed.alone && !params.listed.first; // prefill_sm90_kernel
+    if (!follows) dependency_wait();
     dependency_release();
     if (threadIdx.x < 32) {
         const prefill::Header found = read_past_l1(params.listed.list);
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         __syncthreads();
         unit = listed.next[turn];
     }
-    if (!params.listed.alone && blockIdx.x == 0) dependency_wait();
+    if (follows && blockIdx.x == 0) dependency_wait();
 }
 
 } // namespace fa::sm90::serve

@@ -33,7 +33,8 @@ enum class Jobs { tiles, by_number, listed };
 fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, Jobs jobs, fa_why *why);
 int columns_of(const Own &own);
 fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch);
-fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, void *list, bool alone);
+fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, void *list, bool alone,
+                      bool first);
 
 using Launch = fa_code(const Params &, const Own &, const fa_launch &);
 

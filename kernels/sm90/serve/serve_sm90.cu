@@ -314,14 +314,18 @@ fa_code launch_call(const fa_problem *problem, const fa_plan *plan, const fa_lau
     return FA_OK;
 }
 
-fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, void *list, bool alone) {
+fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, void *list, bool alone,
+                      bool first) {
     const Own &own = fa_own<Own>(plan);
     if (own.jobs == 0) return FA_OK;
     Params params;
     FA_TRY(params_of(problem, own, launch, params));
     params.listed = {static_cast<prefill::Header *>(list),
                      reinterpret_cast<uint32_t *>(params.workspace + own.arrivals_at()),
-                     params.workspace + own.own_at(), own.own_bytes, alone};
+                     params.workspace + own.own_at(),
+                     own.own_bytes,
+                     alone,
+                     first};
     return kForms[own.instance].launch(params, own, *launch);
 }
 
