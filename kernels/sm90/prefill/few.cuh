@@ -42,9 +42,9 @@ struct FewFound {
 
 /* How the work on them is shared. */
 struct FewShare {
-    int64_t keys;                  // that a block has where several share a kv head
-    int64_t alone;                 // of a kv head that a block has to itself, at most
-    int shared_class, brief_class; // blocks share from here on; a warp has a kv head up to here
+    static constexpr int kAlone = 2; // times so many a block has to itself
+    int64_t keys;                    // that a block has where several share a kv head
+    int shared_class, brief_class;   // blocks share from here on; a warp has a kv head up to here
 
     /* Where lengths differ a block is to have no more than half of what all of them have on average, so that those who
      * end early find something short; where they are alike, as much as leaves few of the blocks idle, since every kv
@@ -67,8 +67,7 @@ struct FewShare {
         const bool alike = int64_t(all.longest) * all.sequences * 2 <= static_cast<int64_t>(all.keys) * 3;
         FewShare share;
         share.keys = alike ? mean : max(mean / 2, kLeastKeys);
-        share.alone = alike ? 2 * mean : share.keys * 3 / 2;
-        share.shared_class = class_of_keys(share.alone);
+        share.shared_class = class_of_keys(kAlone * share.keys);
         share.brief_class = all.sequences * call.heads_kv >= kBriefJobs * call.few.blocks ? kBriefClass : 0;
         return share;
     }
@@ -77,12 +76,12 @@ struct FewShare {
     __device__ __forceinline__ void cut(const Call &call, FewFound &all, Record &r) const {
         constexpr int kFewestChunks = 4; // of a block, a warp each
         const fa_span span = few_span(call, r);
-        if (span.end - span.begin <= alone) return;
+        if (span.end - span.begin <= kAlone * keys) return;
         const bool thin = is_thin(call, r);
         const serve::Sight sight = serve::Sight::of(span, thin);
         const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks);
-        const int blocks = static_cast<int>(min((span.end - span.begin + keys - 1) / keys, most)),
-                  heads = static_cast<int>(call.heads_kv);
+        const int blocks = static_cast<int>(min((span.end - span.begin) / keys, most)), // so that all find room at once
+            heads = static_cast<int>(call.heads_kv);
         if (blocks < 2) return;
         const int slot = atomicAdd(&all.slots, heads);
         if (slot + heads > call.few.slots) return;

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         }
         if (each > 1) *call.workspace.draft(b) = kept;
     }
-    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 0, 1, 0};
+    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 1, 0};
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
     __syncthreads();
