@@ -356,11 +356,12 @@ _MUST_ACCEPT = {
     "wgmma_dropout_sm90": lambda case: _hopper(case) and case.head_dim <= 128 and not case.softcap,
     "serve_sm90": _hopper,
     "prefill_sm90": _hopper,
+    "packed_sm90": lambda case: False,
     "wgmma_split_sm90": _hopper_split,
 }
 WITH_BOTH = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
 WITH_DROPOUT = (*WITH_BOTH, "wgmma_dropout_sm90")
-WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90")
+WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90", "packed_sm90")
 
 
 def must_accept(kernel: str, case: Case) -> bool:

@@ -19,7 +19,7 @@ def adapted(kernel, case):
 
 
 #: Kernels that take a part of what sequences may come with; the others take everything.
-PARTIAL = {"serve_sm90", "prefill_sm90"}
+PARTIAL = {"packed_sm90", "serve_sm90", "prefill_sm90"}
 
 
 @contextlib.contextmanager

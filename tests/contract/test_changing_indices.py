@@ -24,6 +24,7 @@ EMULATED = {
     "mma_sm80": dict(instances="^serve_d64$"),
     "serve_sm90": dict(instances="^d64_f16$"),
     "prefill_sm90": dict(instances="^d64_masked_f16$"),
+    "packed_sm90": dict(instances="^d64_(masked_)?f16$"),
 }
 
 

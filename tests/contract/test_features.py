@@ -32,6 +32,7 @@ LACKS = {
     "wgmma_split_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
     "serve_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
     "prefill_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
+    "packed_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
 }
 
 
@@ -66,6 +67,8 @@ def test_what_a_kernel_lacks(feature):
             lacks = kernel not in OF_FEW[feature]
         if lacks:
             assert answer == "refuses" and reason == f"takes no {feature}", (kernel, reason)
+        elif kernel == "packed_sm90":
+            assert answer == "refuses" and reason.startswith("takes packed queries alone"), reason
         else:
             assert answer in ("takes", "declines"), (kernel, reason)
 
@@ -79,7 +82,7 @@ def test_several_are_named_at_once():
 
 def test_a_dtype_that_is_not_named_is_refused():
     for kernel, (answer, reason) in answers(Case(1, 1, 1, 8, 8, 16, dtype="float32")).items():
-        if kernel in ("wmma", "mma_sm80", "wgmma_sm90", "wgmma_dropout_sm90", "wgmma_split_sm90", "serve_sm90", "prefill_sm90"):
+        if kernel in ("wmma", "mma_sm80") or kernel.endswith("_sm90"):
             assert (answer, reason) == ("refuses", "takes float16 and bfloat16, not float32")
         else:
             assert answer in ("takes", "declines"), (kernel, reason)

@@ -12,7 +12,7 @@ from tests.contract import runner
 from tests.contract.devices import DEVICES, shapes_only
 
 CUDA = [name for name in fa_ext.kernels() if runner.device_of(name) == "cuda"]
-WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90"}
+WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90", "packed_sm90"}
 HOPPER = WITH_TENSOR_MAPS | {"serve_sm90"}
 
 pytestmark = [pytest.mark.skipif(not CUDA, reason="no CUDA kernel is built"), runner.needs_every_instance]

@@ -139,7 +139,7 @@ def test_a_missing_header_is_found(tmp_path):
 # ---- rooms ----
 
 #: Rooms of kernels/ that another room may include, besides what is common to all, or to all of sm90.
-SHARED = {"sm90/fused_backward": {"sm90/backward"}}
+SHARED = {"sm90/fused_backward": {"sm90/backward"}, "sm90/packed": {"sm90/prefill", "sm90/serve"}}
 #: The files of csrc/ for authors of kernels: those at its top, and the faults that kernels count.
 FOR_KERNELS = {path.name for path in (ROOT / "csrc").iterdir() if path.is_file()} | {"faults/faults.h"}
 

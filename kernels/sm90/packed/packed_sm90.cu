@@ -1,6 +1,6 @@
 /* packed_sm90: attention of packed queries on Hopper, by the kernels of serve_sm90 and prefill_sm90.
  *
- * A sequence is serve_sm90's if its queries and the heads of a kv head make few rows (serve/classes.cuh), else
+ * A sequence is serve_sm90's if its queries and the heads of a kv head make few rows (common/few_rows.cuh), else
  * prefill_sm90's: by its own length alone, so that its bits are its own. Which kernels are launched follows from shapes
  * and from max_seqlen_q, and changes no bit. Where no sequence can have more rows, since all queries together have no
  * more or the caller's promise says so, in small batches:
@@ -38,7 +38,7 @@ static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *de
     constexpr int64_t kByNumber = 128; // sequences: a block reads the starts up to its own
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
-    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = serve::sequence_rows(p.head_dim);
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, rows = sequence_rows(p.head_dim);
     if (!s.q.starts || group > rows) return fa_because(why, FA_REFUSES, FA_WHY_PACKED_QUERIES, rows, 0, 0);
     const int64_t queries = rows / group;
     const bool promised = s.most_q <= queries;                  // so that no sequence is prefill_sm90's
@@ -80,13 +80,12 @@ static fa_code packed_launch(const fa_problem *problem, const fa_plan *plan, con
     if (own.by_number) return serve::launch_call(problem, &few, launch);
     fa_launch behind = *launch;
     behind.workspace = static_cast<char *>(launch->workspace) + own.tiles_bytes;
-    const prefill::FewRows rows = {
-        serve::sequence_rows(problem->forward.head_dim),
-        serve::columns_of(own.few),
-        own.few.blocks,
-        own.few.shared_jobs,
-        own.alone,
-        reinterpret_cast<uint32_t *>(static_cast<char *>(behind.workspace) + own.few.arrivals_at())};
+    const FewRows rows = {sequence_rows(problem->forward.head_dim),
+                          serve::columns_of(own.few),
+                          own.few.blocks,
+                          own.few.shared_jobs,
+                          own.alone,
+                          reinterpret_cast<uint32_t *>(static_cast<char *>(behind.workspace) + own.few.arrivals_at())};
     // Where there are few queries a sequence the tiles come last, since as a rule there are none.
     constexpr int64_t kFewQueries = 4;
     const bool first = problem->forward.seq_q <= kFewQueries * problem->forward.batch;

@@ -7,6 +7,7 @@
 #include "fa.h"
 #include "faults/faults.h" // fa_fault_board
 #include "sm90/common/instance.cuh"
+#include "sm90/common/sequence_list.cuh"
 #include "sm90/common/tma.cuh"
 
 namespace fa::sm90::prefill {
@@ -60,40 +61,6 @@ template <class T, int HeadDim, int Kind> struct Config {
 
 constexpr int kListThreads = 512; // of that kernel, at most: as many warps as sequences fill
 
-/* A sequence, in the order of the work. */
-struct alignas(16) Record {
-    int b;                          // which of the batch
-    int unit;                       // units before it
-    int first_q, seq_q;             // its queries: rows of q
-    int first_k, seq_k;             // its keys
-    int key_begin, key_end;         // of those that take part
-    int rows_end;                   // where the rows of q that are its own end, used or not
-    int chunk, first_chunk, chunks; // keys a chunk, the first one that is seen, how many are; chunks 0: not cut
-    int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile.
-                                    // Of few rows (few.cuh) chunks and slot are those of its blocks
-    uint32_t tiles, width;          // of queries; heads of a section (find_tile)
-    int rows_begin;                 // where those rows begin
-};
-
-struct alignas(16) Header {
-    uint32_t units, counter; // all of them; how many were taken beside the first of each block
-    int tail;                // rows of q from here on belong to no sequence
-    uint32_t few_units;      // of a kv head of the records that blocks share: their units come after all others'
-    int few_shared, few_whole, few_brief, few_end; // records of few rows: from where blocks share them, have one each,
-                                                   // and warps have one each
-    uint32_t few_counter;                          // how many units of those were taken beside the first of each block
-};
-
-/* Sequences of few rows a kv head, which are serve_sm90's (few.cuh). */
-struct FewRows {
-    int rows;           // of a kv head at most; 0: prefill_sm90 has all sequences
-    int columns;        // of the instance of serve_sm90
-    int blocks;         // that share the work
-    int slots;          // for states of kv heads whose keys blocks share
-    bool alone;         // no sequence has more rows
-    uint32_t *arrivals; // of blocks that share a kv head, for each slot
-};
-
 /* How many chunks of a tile each warpgroup has left in their slots. */
 struct alignas(16) Left {
     uint32_t count[4];
@@ -107,7 +74,7 @@ struct Workspace {
     int64_t batch, slots, state_bytes;
 
     __host__ __device__ int64_t left_at() const {
-        return sizeof(Header) + sizeof(Record) * batch * (batch > kListThreads ? 2 : 1);
+        return sizeof(ListHeader) + sizeof(Record) * batch * (batch > kListThreads ? 2 : 1);
     }
     __host__ __device__ int64_t states_at() const {
         return (left_at() + int64_t(sizeof(Left)) * slots + 127) / 128 * 128;
@@ -115,9 +82,9 @@ struct Workspace {
     __host__ __device__ int64_t bytes(int64_t blocks) const {
         return states_at() + (slots ? (slots + blocks) * state_bytes : 0);
     }
-    __device__ __forceinline__ Header *header() const { return reinterpret_cast<Header *>(base); }
+    __device__ __forceinline__ ListHeader *header() const { return reinterpret_cast<ListHeader *>(base); }
     __device__ __forceinline__ Record *record(int n) const {
-        return reinterpret_cast<Record *>(base + sizeof(Header)) + n;
+        return reinterpret_cast<Record *>(base + sizeof(ListHeader)) + n;
     }
     __device__ __forceinline__ Record *draft(int b) const { return record(static_cast<int>(batch) + b); }
     __device__ __forceinline__ Left *left(int slot) const { return reinterpret_cast<Left *>(base + left_at()) + slot; }
@@ -236,14 +203,6 @@ template <class C> struct Smem {
 
 __device__ __forceinline__ int64_t diagonal_of(const Call &call, const Record &of) {
     return !call.s.given ? call.diagonal : call.s.top_left ? 0 : of.seq_k - of.seq_q;
-}
-__device__ __forceinline__ fa_entry entry_at(const fa_sequences &s, const Record &of, int64_t diagonal) {
-    fa_entry e;
-    e.seq_q = of.seq_q, e.seq_k = of.seq_k, e.first_q = of.first_q, e.first_k = of.first_k;
-    e.diagonal = diagonal;
-    e.positions = s.positions ? s.positions + of.b * s.positions_stride + of.first_q : nullptr;
-    e.key_begin = of.key_begin, e.key_end = of.key_end;
-    return e;
 }
 __device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
     return entry_at(call.s, of, diagonal_of(call, of));

@@ -5,8 +5,8 @@
  * serve_listed_kernel share, then those that a block has alone, then those of so few keys that a warp has one. How many
  * blocks share a kv head follows from the keys of all of them, and changes no bit. */
 #pragma once
+#include "sm90/common/few_rows.cuh" // Sight, is_thin
 #include "sm90/prefill/config.cuh"
-#include "sm90/serve/config.cuh" // Sight, is_thin
 
 namespace fa::sm90::prefill {
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ bool is_few(const Call &call, const Record &r) {
     return call.few.rows > 0 && int64_t(r.seq_q) * call.group <= call.few.rows && (r.seq_q > 0 || call.few.alone);
 }
 __device__ __forceinline__ bool is_thin(const Call &call, const Record &r) {
-    return serve::is_thin(int64_t(r.seq_q) * call.group, call.few.columns);
+    return sm90::is_thin(int64_t(r.seq_q) * call.group, call.few.columns);
 }
 /* The keys that its queries see; where they have positions, those that they may see. */
 __device__ __forceinline__ fa_span few_span(const Call &call, const Record &r) {
@@ -78,7 +78,7 @@ struct FewShare {
         const fa_span span = few_span(call, r);
         if (span.end - span.begin <= kAlone * keys) return;
         const bool thin = is_thin(call, r);
-        const serve::Sight sight = serve::Sight::of(span, thin);
+        const Sight sight = Sight::of(span, thin);
         const int64_t most = (sight.last - sight.first) / (thin ? 1 : kFewestChunks);
         const int blocks = static_cast<int>(min((span.end - span.begin) / keys, most)), // so that all find room at once
             heads = static_cast<int>(call.heads_kv);

@@ -6,16 +6,13 @@
 #include "common/score.cuh"
 #include "common/spot.cuh"  // Serving
 #include "common/tiles.cuh" // Divider
-#include "sm90/serve/classes.cuh"
+#include "sm90/common/few_rows.cuh"
+#include "sm90/common/sequence_list.cuh"
 
-namespace fa::sm90::prefill {
-struct Header;
-}
 namespace fa::sm90::serve {
 
 constexpr int kTileKeysLog2 = 5, kTileKeys = 1 << kTileKeysLog2; // keys of a tile of K and of V: one a lane
 constexpr int kThinKeysLog2 = 6, kThinKeys = 1 << kThinKeysLog2; // of a tile of a thin job
-constexpr int kThinChunkKeys = 256, kThinChunks = 32;            // as kChunkKeys and kMaxChunks
 constexpr int kLaneRows = 2;                                     // of few, whose columns a lane holds
 static_assert(kChunkKeys % kTileKeys == 0 && kThinChunkKeys % kThinKeys == 0);
 
@@ -41,30 +38,11 @@ template <class T_, int Columns, bool Plain = false, bool Thin = Columns <= kThi
     static_assert(Columns % 64 == 0 && kWarps >= kFewestWarps);
 };
 
-/* The keys that a sequence's queries see, and their chunks: cut at multiples of 64 * 2^e keys, counted from the
- * sequence's first, with the least e that leaves at most 127 * 64 * 2^e keys; where it is thin of 256 * 2^e, and at
- * most 31. */
-struct Sight {
-    int low, high;
-    int shift;       // log2 of the keys of a chunk
-    int first, last; // chunks
-
-    __host__ __device__ static Sight of(const fa_span &seen, bool thin) {
-        static_assert(kChunkKeys == 1 << 6 && kThinChunkKeys == 1 << 8);
-        Sight x;
-        x.low = static_cast<int>(seen.begin), x.high = static_cast<int>(seen.end);
-        x.shift = thin ? chunk_shift(x.high - x.low, kThinChunkKeys, kThinChunks) + 8 : chunk_shift(x.high - x.low) + 6;
-        x.first = x.low >> x.shift;
-        x.last = x.high > x.low ? ((x.high - 1) >> x.shift) + 1 : x.first;
-        return x;
-    }
-};
-
 /* Of packed queries, where prefill_list_kernel says which sequences are whose (listed.cuh). */
 struct Listed {
-    prefill::Header *list; // NULL: no list
-    uint32_t *arrivals;    // of blocks that share a job, for each slot
-    char *own;             // for the states of a block's own job
+    ListHeader *list;   // NULL: no list
+    uint32_t *arrivals; // of blocks that share a job, for each slot
+    char *own;          // for the states of a block's own job
     int64_t own_bytes;
     bool alone; // nobody else has sequences
     bool first; // before prefill_sm90_kernel

@@ -7,19 +7,18 @@
  * and other workspace. Its first block ends after that kernel, so that whoever waits for this one waits for both. */
 #pragma once
 #include "sm90/common/cluster.cuh"
-#include "sm90/prefill/config.cuh" // Record, Header
 #include "sm90/serve/parts.cuh"
 
 namespace fa::sm90::serve {
 
 /* Shared by the threads of a block, beside Shared: registers have no room for it. */
 struct SharedListed {
-    prefill::Header found;
-    prefill::Record of; // of the unit
-    int head, part;     // of it
-    Job job;            // of which the unit is a part
-    uint32_t next[2];   // units, by turns
-    uint32_t arrived;   // before this block
+    ListHeader found;
+    Record of;        // of the unit
+    int head, part;   // of it
+    Job job;          // of which the unit is a part
+    uint32_t next[2]; // units, by turns
+    uint32_t arrived; // before this block
 };
 
 /* A copy of what lies in workspace, by words of a lane each. By the warp. */
@@ -34,7 +33,7 @@ template <class T> __device__ __forceinline__ T read_past_l1(const T *from) {
 }
 
 /* The last record from `first` on whose units begin at or before `unit`. By the warp. */
-__device__ __forceinline__ int find_record(const prefill::Record *records, int first, int end, uint32_t unit) {
+__device__ __forceinline__ int find_record(const Record *records, int first, int end, uint32_t unit) {
     while (true) {
         const int n = first + static_cast<int>(threadIdx.x % 32);
         const bool begun = n < end && static_cast<uint32_t>(__ldcg(&records[n].unit)) <= unit;
@@ -46,11 +45,11 @@ __device__ __forceinline__ int find_record(const prefill::Record *records, int f
 
 /* All rows of a kv head of a sequence. By the block, or with joined NULL by a warp. */
 template <class C>
-__device__ __forceinline__ Job listed_job(const Params &params, const prefill::Record &of, int head, int64_t *joined) {
+__device__ __forceinline__ Job listed_job(const Params &params, const Record &of, int head, int64_t *joined) {
     const Serving &call = params.call;
     const int group = params.group.divisor;
     Job job;
-    job.entry = prefill::entry_at(call.s, of, call.s.top_left ? 0 : of.seq_k - of.seq_q);
+    job.entry = entry_at(call.s, of, call.s.top_left ? 0 : of.seq_k - of.seq_q);
     job.rows = {of.rows_begin, of.rows_end}, job.first_out = of.rows_begin;
     job.b = of.b, job.head = head, job.row = 0;
     const int64_t rows = int64_t(of.seq_q) * group;
@@ -130,15 +129,14 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
 
 /* Finds the unit's record. By warp 0. */
 __device__ __forceinline__ void find_unit(const Params &params, SharedListed &listed, uint32_t unit) {
-    const auto *records = reinterpret_cast<const prefill::Record *>(params.listed.list + 1);
-    const prefill::Header &found = listed.found;
+    const auto *records = reinterpret_cast<const Record *>(params.listed.list + 1);
+    const ListHeader &found = listed.found;
     const uint32_t heads = params.heads_kv.divisor, in_parts = found.few_units * heads;
     const bool shared = unit < in_parts;
     if (!shared) unit -= in_parts;
     const uint32_t of_heads = params.heads_kv.quotient(unit), first = found.units + of_heads;
-    const prefill::Record of =
-        read_past_l1(records + (shared ? find_record(records, found.few_shared, found.few_whole, first)
-                                       : found.few_whole + of_heads));
+    const Record of = read_past_l1(records + (shared ? find_record(records, found.few_shared, found.few_whole, first)
+                                                     : found.few_whole + of_heads));
     if (threadIdx.x) return;
     listed.of = of;
     listed.head = static_cast<int>(unit - of_heads * heads);
@@ -158,7 +156,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     if (!follows) dependency_wait();
     dependency_release();
     if (threadIdx.x < 32) {
-        const prefill::Header found = read_past_l1(params.listed.list);
+        const ListHeader found = read_past_l1(params.listed.list);
         if (threadIdx.x == 0) listed.found = found;
     }
     __syncthreads();
@@ -176,7 +174,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         } else {
             const uint32_t at = (unit - in_blocks) * C::kWarps + threadIdx.x / 32, n = params.heads_kv.quotient(at);
             if (at < brief) {
-                const auto *records = reinterpret_cast<const prefill::Record *>(params.listed.list + 1);
+                const auto *records = reinterpret_cast<const Record *>(params.listed.list + 1);
                 const Job job = listed_job<C>(params, read_past_l1(records + listed.found.few_brief + n),
                                               static_cast<int>(at - n * heads), nullptr);
                 attend_alone(params, job, shared.few, rings);

@@ -3,7 +3,7 @@
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
  * kv head of a sequence (job.cuh). Where it has up to 8 rows, each of their warps takes chunks of 64 * 2^e keys, which
  * it brings to its own ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in
- * workspace. Where it has more (classes.cuh), a block takes chunks of 256 * 2^e keys by wgmma (thin_load.cuh,
+ * workspace. Where it has more (few_rows.cuh), a block takes chunks of 256 * 2^e keys by wgmma (thin_load.cuh,
  * thin.cuh). States are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on who
  * computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
  *
@@ -320,7 +320,7 @@ fa_code launch_listed(const fa_problem *problem, const fa_plan *plan, const fa_l
     if (own.jobs == 0) return FA_OK;
     Params params;
     FA_TRY(params_of(problem, own, launch, params));
-    params.listed = {static_cast<prefill::Header *>(list),
+    params.listed = {static_cast<ListHeader *>(list),
                      reinterpret_cast<uint32_t *>(params.workspace + own.arrivals_at()),
                      params.workspace + own.own_at(),
                      own.own_bytes,
