@@ -4,12 +4,14 @@ stage twice, reads a stage before it is filled, refills it before it is read, or
 import random
 from dataclasses import replace
 from itertools import product
+from unittest.mock import ANY
 
 import pytest
 
 from tests.kernels.models.protocol import Model, Violation, all_schedules, random_schedules, slowest_actors
 from tests.kernels.models.protocol_forward import Forward, Tile, forward_model, tiles_of
 from tests.kernels.models.protocol_others import launches_model, mma_model, serve_model, simt_model, split_model, thin_model, wmma_model
+from tests.kernels.models.protocol_packed import packed_model
 
 JOINED = frozenset("kvq")
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
@@ -312,3 +314,14 @@ def test_dependent_launches_are_sound_and_need_their_waits() -> None:
     assert slowest_actors(launches_model(4)) is None
     for mistake in ("read early", "no wait"):
         assert found(slowest_actors(launches_model(4, mistakes=frozenset({mistake}))), "order"), mistake
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_launches_of_packed_queries_are_sound_and_need_their_waits(beside: bool) -> None:
+    assert slowest_actors(packed_model(beside)) is None
+    assert all_schedules(packed_model(beside), 100_000) == (None, ANY, True)
+    tiles = ("tiles released early", "no wait of tiles")
+    for mistake in ("no wait of list", "no wait of listed", *tiles * beside):
+        violations = [slowest_actors(packed_model(beside, mistakes=frozenset({mistake})))]
+        violations.append(all_schedules(packed_model(beside, mistakes=frozenset({mistake})), 100_000).violation)
+        assert all(found(violation, "order") for violation in violations), mistake
