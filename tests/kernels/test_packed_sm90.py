@@ -1,11 +1,14 @@
 """packed_sm90: sequences of every class on the emulator against float64; bits that are a sequence's own in every form of launch
 and as serve_sm90 and prefill_sm90 make them; rows of no query, bad contents; which calls it takes."""
 
-
+import numpy as np
 import pytest
 
 from bench.problems.case import Case
-from tests.kernels.hopper_sequences import emulated_builds, emulates, holds
+from bench.problems.stored import INT_MAX, INT_MIN
+from tests import emulator
+from tests.contract.serving_calls import assert_counts_as_the_reference, assert_keeps_a_promise
+from tests.kernels.hopper_sequences import assert_same_bits, emulated_builds, emulates, holds
 
 KERNEL = "packed_sm90"
 emulated = emulated_builds(KERNEL, "^d64_(masked_)?bf16$")
@@ -31,3 +34,33 @@ def packed(emulated):
 def test_sequences(packed, monkeypatch, case, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     holds(packed, case)
+
+
+@emulates
+@pytest.mark.parametrize("megabytes", ["1", "256"])
+def test_the_bits_of_a_sequence_are_its_own(packed, monkeypatch, megabytes):
+    """Alone it is found by its number where its rows are few; beside more of them by a list."""
+    base = Case.sequences((1, 2, 3, 16, 17), (700, 70, 129, 300, 90), seed=3, **SMALL)  # of 4, 8, 12, 64 and 68 rows
+
+    def other_blocks(n):
+        monkeypatch.setenv("FA_EMULATOR_SMS", str((132, 3)[n % 2]))
+
+    monkeypatch.setenv("FA_EXT_WORKSPACE_MB", megabytes)
+    orders = [[0], [1], [2], [3], [4], [3, 0, 0], [0] * 20]
+    assert_same_bits(packed, base, [dict(page_size=3), dict(k="packed"), dict(slack=5)], orders, other_blocks)
+
+
+@emulates
+@pytest.mark.parametrize("lengths", [(1, 3, 0, 9), (2, 17, 1)], ids=str)
+def test_a_promise_changes_no_bit_while_it_is_kept(emulated, packed, lengths):
+    case = Case.sequences(lengths, (90, 133, 5, 40)[: len(lengths)], **SMALL)
+    assert_keeps_a_promise(packed, case, lambda: emulator.faults(emulated.library[packed]))
+
+
+@emulates
+@pytest.mark.parametrize("lengths", [(1, 2, 1), (1, 40, 2)], ids=str)  # by number, by a list
+@pytest.mark.parametrize("starts", [(0, 3, 1, 4), (-5, 1, 2, 3), (INT_MIN, 0, INT_MAX, 2), (0, 0, 0, INT_MAX), (2, 2, 2, 2)], ids=str)
+def test_bad_starts(emulated, packed, lengths, starts):
+    arguments = Case.sequences(lengths, (90, 133, 40), **SMALL).host_inputs()
+    arguments["cu_seqlens_q"] = np.array(starts, np.int32)
+    assert_counts_as_the_reference(packed, lambda: emulator.faults(emulated.library[packed]), arguments)
