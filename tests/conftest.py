@@ -52,13 +52,18 @@ def pytest_xdist_auto_num_workers(config):
     return min(len(os.sched_getaffinity(0)), WORKERS_ON_A_GPU)
 
 
+def _dense(kernels):
+    """Those that take dense calls, which tests of "forward" and "cuda_forward" make."""
+    return [kernel for kernel in kernels if kernel != "packed_sm90"]
+
+
 def pytest_generate_tests(metafunc):
     if "forward" in metafunc.fixturenames:
-        metafunc.parametrize("forward", _kernels(metafunc.config))
+        metafunc.parametrize("forward", _dense(_kernels(metafunc.config)))
     if "cuda_forward" in metafunc.fixturenames:
         from tests.contract import runner
 
-        names = [kernel for kernel in _kernels(metafunc.config) if runner.device_of(kernel) == "cuda"]
+        names = [kernel for kernel in _dense(_kernels(metafunc.config)) if runner.device_of(kernel) == "cuda"]
         metafunc.parametrize("cuda_forward", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA kernel is built"))])
 
 

@@ -151,6 +151,8 @@ def has_dtype(kernel: str, dtype: str) -> bool:
     """Whether a kernel of attention takes arrays of a dtype."""
     if dtype == "bfloat16" and BFLOAT16 is None or dtype == "float64" and not has_float64(kernel):
         return False
+    if kernel == "packed_sm90":  # which takes no dense call
+        return dtype in ("float16", "bfloat16")
     return takes(kernel, **dataclasses.replace(SIMPLEST, dtype=dtype).host_inputs())
 
 

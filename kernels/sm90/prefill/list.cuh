@@ -10,6 +10,8 @@
  * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order:
  * the bits do not depend on that room.
  *
+ * In calls of packed_sm90 sequences of few rows come after all others and have no units here (few.cuh).
+ *
  * The order of sequences of one class is that of the atomics: it decides which block computes what, but no bit.
  *
  * Lengths may change while this runs. Each is read once, by the thread that has the sequence; how many units there are
@@ -32,7 +34,7 @@ __device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
     return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
 }
 
-/* What is read of a sequence, one after the other, but not yet. */
+/* Brings to L2 the lengths that are read one after the other, but not yet. */
 __device__ __forceinline__ void prefetch_lengths(const fa_sequences &s, int b) {
     const int32_t *const arrays[] = {s.q.used, s.k.used, s.begin, s.end};
     for (const int32_t *x : arrays)

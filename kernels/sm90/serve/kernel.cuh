@@ -1,6 +1,6 @@
-/* serve_sm90: the kernels. A block takes a part of a job, each of its warps a share of the chunks, or where the job is
- * thin the warps together; what they leave in workspace is folded by the block itself if it has the whole job, by the
- * blocks of a cluster if they have it, else by serve_fold_kernel. */
+/* serve_sm90: the kernels, but for that of a list (listed.cuh). A block takes a part of a job, each of its warps a
+ * share of the chunks, or where the job is thin the warps together; what they leave in workspace is folded by the block
+ * itself if it has the whole job, by the blocks of a cluster if they have it, else by serve_fold_kernel. */
 #pragma once
 #include "sm90/common/cluster.cuh"
 #include "sm90/serve/listed.cuh"

@@ -4,7 +4,8 @@
  * kv head of a sequence (job.cuh). Where it has up to 8 rows, each of their warps takes chunks of 64 * 2^e keys, which
  * it brings to its own ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in
  * workspace. Where it has more (few_rows.cuh), a block takes chunks of 256 * 2^e keys by wgmma (thin_load.cuh,
- * thin.cuh). States are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on who
+ * thin.cuh). In calls of packed_sm90 that have more than few sequences, blocks that stay take the jobs of a list
+ * (listed.cuh). States are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on who
  * computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
