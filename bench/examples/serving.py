@@ -1,186 +1,167 @@
-"""A small decoder with a paged cache: generates tokens with random weights, and checks itself against a dense float64 run.
+"""Continuous batching as inference engines do it, with its speed and latencies, checked against a dense float64 run.
 
+    python -m bench.examples.serving                          # small sizes on the CPU; those of an 8B model's layers on a GPU
     python -m bench.examples.serving --requests 8 --new 32
 
-Requests of different lengths share one pool of pages. Each step packs what the running sequences bring, a piece of a prompt
-or one token, writes their keys by ``append`` and attends by one call of ``attention``; a sequence that is done gives its
-pages back, and the next request takes its place in the batch, without any other call. NumPy, CuPy and torch arrays do alike
-(``--on``); on a GPU it needs a kernel that takes paged keys, and says so where there is none.
+Requests come at random times and share one pool of pages. Each step packs one token of every sequence that generates, and within a
+budget pieces of prompts that wait, into one call of ``attention`` a layer; a sequence that is done gives its pages back. On a GPU
+through torch, steps are CUDA graphs, and the same engine runs on FlashAttention-3, where it is found, in turns with fa_ext.
+
+Time to first token counts from a request's arrival. Times are the host's, with all that the engine does beside its passes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import math
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-import fa_ext
+from bench import machine
+from bench.examples.decoder import Library, Model, deviations
+from bench.examples.engine import Attend, Engine, Request, by_fa_ext, by_flash_attention
+from bench.implementations import peers
+from bench.machine.device import Cuda
 
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a decoder: pre-normalised attention with rotary embedding, then a gated layer, ``layers`` times."""
-
-    layers: int = 2
-    heads: int = 4
-    heads_kv: int = 2
-    head_dim: int = 32
-    vocabulary: int = 101
-    positions: int = 4096
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    def weights(self, seed: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(seed)
-
-        def matrix(*shape):
-            return (rng.standard_normal(shape) / math.sqrt(shape[-2])).astype(np.float32)
-
-        found = {"embedding": matrix(self.vocabulary, self.width) * 8}
-        for n in range(self.layers):
-            heads = self.heads + 2 * self.heads_kv
-            found |= {f"{n}.qkv": matrix(self.width, heads * self.head_dim), f"{n}.out": matrix(self.width, self.width),
-                      f"{n}.gate": matrix(self.width, 4 * self.width), f"{n}.down": matrix(2 * self.width, self.width)}  # fmt: skip
-        return found
-
-    def rotary(self) -> tuple[np.ndarray, np.ndarray]:
-        half = self.head_dim // 2
-        angle = np.arange(self.positions)[:, None] * 10000.0 ** (-np.arange(half) / half)
-        return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-
-
-def forward(model, weights, x, attend, exp):
-    """(T, vocabulary) logits of embeddings x; ``attend(layer, q, k, v)`` knows the keys. Arrays of any library."""
-
-    def normal(x):
-        return x / ((x * x).mean(-1, keepdims=True) + 1e-6) ** 0.5
-
-    for n in range(model.layers):
-        qkv = (normal(x) @ weights[f"{n}.qkv"]).reshape(len(x), -1, model.head_dim)
-        q, k, v = qkv[:, : model.heads], qkv[:, model.heads : -model.heads_kv], qkv[:, -model.heads_kv :]
-        x = x + attend(n, q, k, v).reshape(len(x), -1) @ weights[f"{n}.out"]
-        gate = normal(x) @ weights[f"{n}.gate"]
-        a, b = gate[:, : 2 * model.width], gate[:, 2 * model.width :]
-        x = x + (a / (1 + exp(-a)) * b) @ weights[f"{n}.down"]
-    return normal(x) @ weights["embedding"].T
+#: Names of options with their defaults on the CPU and on a GPU.
+SIZES = {
+    "requests": (32, 256), "rate": (50.0, 200.0), "prompt": (96, 1024), "new": (24, 192), "batch": (8, 64), "budget": (64, 1024),
+    "pages": (96, 8192), "page-size": (16, 16), "layers": (4, 4), "heads": (8, 32), "heads-kv": (2, 8), "head-dim": (64, 128),
+    "rounds": (1, 3), "checked": (6, 2), "seed": (0, 0),
+}  # fmt: skip
+MEANINGS = {
+    "rate": "requests a second that arrive, on average; inf: all at once", "prompt": "median of the prompts' lengths", "new": "median of the tokens to generate",
+    "batch": "requests that run at a time", "budget": "tokens a step, of prompts and of what is generated", "pages": "pages of the cache",
+    "rounds": "runs of the whole stream", "checked": "requests that meet float64, the shortest",
+}  # fmt: skip
+PEERS = ("flash-attn-3", "vllm-flash-attn-3")
 
 
 @dataclass
-class Request:
-    tokens: list[int]
-    new: int
-    cached: int = 0  # tokens whose keys lie in the cache
-    pages: list[int] = field(default_factory=list)
-    logits: list[np.ndarray] = field(default_factory=list)  # from which each new token was chosen
+class Figures:
+    """Of all rounds of an engine."""
+
+    seconds: float = 0.0  # from the first arrival to the last token
+    busy: float = 0.0  # those in which something ran
+    passing: float = 0.0  # those in passes of the model
+    new: int = 0
+    prompt: int = 0
+    first: list[float] = field(default_factory=list)  # seconds from arrival to first token
+    between: list[float] = field(default_factory=list)  # seconds between tokens
+    deviation: float = 0.0  # from float64
+    plain: float = 0.0  # the same of a dense run in the dtype
+
+    def add(self, requests: list[Request], seconds: float, busy: float, passing: float) -> None:
+        self.seconds, self.busy, self.passing = self.seconds + seconds, self.busy + busy, self.passing + passing
+        for request in requests:
+            self.new += request.new
+            self.prompt += len(request.tokens) - request.new
+            self.first.append(request.times[0] - request.arrives)
+            self.between += np.diff(request.times).tolist()
+
+    def rows(self) -> dict[str, str]:
+        def milliseconds(found: list[float]) -> str:
+            return " / ".join(f"{1e3 * x:.2f}" for x in np.quantile(found, (0.5, 0.99))) if found else "-"
+
+        return {
+            "new tokens a second": f"{self.new / self.seconds:.0f}", "tokens a second, prompts too": f"{(self.new + self.prompt) / self.seconds:.0f}",
+            "ms to the first token, median / p99": milliseconds(self.first), "ms between tokens, median / p99": milliseconds(self.between),
+            "share of the time that it ran": f"{self.busy / self.seconds:.0%}", "share of that in passes": f"{self.passing / self.busy:.0%}",
+            "deviation from float64 (a dense run's)": f"{self.deviation:.2g} ({self.plain:.2g})",
+        }  # fmt: skip
 
 
-class Engine:
-    """Runs requests, at most ``batch`` at a time, on ``pages`` pages of ``page_size`` keys a layer."""
+def drawn(args: argparse.Namespace, vocabulary: int) -> list[Request]:
+    """The stream: exponential gaps, lengths that are lognormal and at most four times their median."""
+    rng = np.random.default_rng(args.seed)
+    arrivals = np.cumsum(rng.exponential(1 / args.rate, args.requests))
 
-    def __init__(self, model, weights, *, batch, pages, page_size, chunk, library):
-        self.model, self.batch, self.page_size, self.chunk = model, batch, page_size, chunk
-        self.xp = importlib.import_module(library)
-        self.put = {"numpy": np.asarray, "torch": getattr(self.xp, "from_numpy", None)}.get(library, self.xp.asarray)
-        self.weights = {name: self.put(x) for name, x in weights.items()}
-        self.rotary = tuple(self.put(x) for x in model.rotary())
-        shape = (model.layers, 2, pages, page_size, model.heads_kv, model.head_dim)
-        self.cache = self.put(np.zeros(shape, np.float32))
-        self.free = list(range(pages))
-        self.table = np.zeros((batch, pages), np.int32)
-        self.rows: list[Request | None] = [None] * batch
+    def lengths(median: int) -> np.ndarray:
+        return np.clip(median * rng.lognormal(0, 0.6, args.requests), 1, 4 * median).astype(int)
 
-    def admit(self, waiting: list[Request]) -> None:
-        """Gives free rows of the batch to requests whose pages are there."""
-        for b, running in enumerate(self.rows):
-            needed = -(-(len(waiting[0].tokens) + waiting[0].new) // self.page_size) if waiting else 0
-            if running is None and waiting and needed <= len(self.free):
-                self.rows[b] = request = waiting.pop(0)
-                request.pages, self.free = self.free[:needed], self.free[needed:]
-                self.table[b, :needed] = request.pages
-
-    def step(self) -> int:
-        """One forward pass of what every running sequence brings next; how many tokens that were."""
-        brought = [r.tokens[r.cached : r.cached + self.chunk] if r else [] for r in self.rows]
-        counts = [len(x) for x in brought]
-        lengths = [r.cached + n if r else 0 for r, n in zip(self.rows, counts)]
-        common = {"layout": "bshd", "page_table": self.put(self.table), "seqlens_k": self.put(np.array(lengths, np.int32)),
-                  "cu_seqlens_q": self.put(np.cumsum([0, *counts]).astype(np.int32))}  # fmt: skip
-
-        def attend(layer, q, k, v):
-            keys, values = self.cache[layer, 0], self.cache[layer, 1]
-            q = fa_ext.append(keys, values, k, v, q=q, rotary=self.rotary, **common)
-            return fa_ext.attention(q, keys, values, causal="bottom_right", **common)
-
-        tokens = self.put(np.array([t for x in brought for t in x], np.int64))
-        logits = forward(self.model, self.weights, self.weights["embedding"][tokens], attend, self.xp.exp)
-        for b, (request, end) in enumerate(zip(self.rows, np.cumsum(counts))):
-            if request is None:
-                continue
-            request.cached += counts[b]
-            if request.cached == len(request.tokens):
-                request.logits.append(fa_ext.to_numpy(logits[int(end) - 1]))
-                request.tokens.append(int(request.logits[-1].argmax()))
-            if len(request.logits) == request.new:
-                self.free += request.pages
-                self.rows[b] = None
-        return sum(counts)
-
-    def run(self, requests: list[Request]) -> int:
-        waiting, passed = list(requests), 0
-        while waiting or any(self.rows):
-            self.admit(waiting)
-            if not any(self.rows):
-                raise MemoryError("a request needs more pages than there are")
-            passed += self.step()
-        return passed
+    prompts, new = lengths(args.prompt), lengths(args.new)
+    return [Request(float(at), rng.integers(0, vocabulary, n).tolist(), int(m)) for at, n, m in zip(arrivals, prompts, new)]
 
 
-def deviation(model, weights, request, prompt) -> float:
-    """Largest difference between a request's logits and those of one dense float64 run over all its tokens."""
-    wide = {name: x.astype(np.float64) for name, x in weights.items()}
-    cos, sin = (x.astype(np.float64)[: len(request.tokens), None] for x in model.rotary())
-
-    def turned(x):
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    def attend(_, q, k, v):
-        out, _ = fa_ext.reference.attention(turned(q)[None], turned(k)[None], v[None], causal=True, layout="bshd")
-        return out[0]
-
-    logits = forward(model, wide, wide["embedding"][request.tokens], attend, np.exp)
-    return float(np.abs(logits[prompt - 1 : -1] - np.stack(request.logits)).max())
+def anew(requests: list[Request]) -> list[Request]:
+    return [Request(request.arrives, list(request.tokens), request.new) for request in requests]
 
 
-def main(argv=None) -> dict[str, float]:
+def attentions(library: Library) -> tuple[dict[str, Attend], dict[str, str]]:
+    """({name: attention}, {name of a peer: why it is not there})."""
+    found: dict[str, Attend] = {"fa_ext": by_fa_ext}
+    if not (library.cuda and library.name == "torch"):
+        return found, dict.fromkeys(PEERS, "it takes tensors of torch on a GPU")
+    loaded, missing = peers.available(Cuda(), list(PEERS))
+    return found | {peer.name: by_flash_attention(peer.ops.fwd) for peer in loaded}, missing
+
+
+def measured(engines: dict[str, Engine], requests: list[Request], rounds: int) -> tuple[dict[str, Figures], dict[str, list[Request]]]:
+    """Figures of each engine, and the requests of its last round. All run a round before any runs the next."""
+    figures, done = {name: Figures() for name in engines}, {}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            done[name], engine.passing = anew(requests), 0.0
+            figures[name].add(done[name], *engine.run(done[name]), engine.passing)
+    return figures, done
+
+
+def options(argv: list[str] | None) -> tuple[argparse.Namespace, Library]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("requests", 8), ("new", 32), ("batch", 4), ("page-size", 16), ("pages", 48), ("chunk", 24), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--on", choices=("numpy", "torch", "cupy"), default="numpy", help="whose arrays")
+    for name, (small, large) in SIZES.items():
+        told = f"{MEANINGS.get(name, '')} ({small}; on a GPU {large})".strip()
+        parser.add_argument(f"--{name}", type=type(small), help=told)
+    parser.add_argument("--on", choices=("numpy", "torch", "cupy"), help="whose arrays; default: torch where it sees a GPU, else numpy")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     args = parser.parse_args(argv)
-    model = Model()
-    weights, rng = model.weights(args.seed), np.random.default_rng(args.seed)
-    prompts = [int(n) for n in rng.integers(1, 80, args.requests)]
-    requests = [Request(rng.integers(0, model.vocabulary, n).tolist(), args.new) for n in prompts]
-    engine = Engine(model, weights, batch=args.batch, pages=args.pages, page_size=args.page_size, chunk=args.chunk, library=args.on)
-    begun = time.perf_counter()
-    passed = engine.run(requests)
-    seconds = time.perf_counter() - begun
-    worst = max(deviation(model, weights, r, n) for r, n in zip(requests, prompts))
-    made = args.requests * args.new
-    print(f"{args.requests} requests, prompts of {min(prompts)} to {max(prompts)} tokens, {args.new} new ones each, "
-          f"{args.batch} at a time on {args.pages} pages of {args.page_size}")  # fmt: skip
-    print(f"{made / seconds:.0f} new tokens a second, {passed / seconds:.0f} with the prompts")
-    print(f"logits are within {worst:.2g} of a dense float64 run")
-    if worst > 1e-3:
-        raise SystemExit("that is too much")
-    return {"deviation": worst, "tokens": made, "seconds": seconds, "free_pages": len(engine.free)}
+    library = Library(args.on or "numpy")
+    if args.on is None and importlib.util.find_spec("torch") and (torch := Library("torch")).cuda:
+        library = torch
+    for name, defaults in SIZES.items():
+        name = name.replace("-", "_")
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[library.cuda])
+        if not getattr(args, name) > 0 and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; accepted: numbers over 0")
+    return args, library
+
+
+def main(argv: list[str] | None = None) -> dict[str, Figures]:
+    args, library = options(argv)
+    sizes = {"layers": args.layers, "heads": args.heads, "heads_kv": args.heads_kv, "head_dim": args.head_dim}
+    requests = drawn(args, Model.vocabulary)
+    model = Model(**sizes, positions=max(len(r.tokens) + r.new for r in requests))
+    weights = model.weights(args.seed, library.dtype)
+    found, missing = attentions(library)
+    engines = {
+        name: Engine(model, weights, library, attend, batch=args.batch, budget=args.budget, pages=args.pages, page_size=args.page_size, graphs=not args.eager)
+        for name, attend in found.items()
+    }  # fmt: skip
+    figures, done = measured(engines, requests, args.rounds)
+    prompts, new = ([f(r) for r in requests] for f in (lambda r: len(r.tokens), lambda r: r.new))
+    print(f"{args.requests} requests, {args.rate:g} a second, prompts of {min(prompts)} to {max(prompts)} tokens, {min(new)} to {max(new)} new ones each")
+    print(f"at most {args.batch} at a time and {args.budget} tokens a step, on {args.pages} pages of {args.page_size} keys")
+    print(f"{args.layers} layers, {args.heads} heads over {args.heads_kv}, head_dim {args.head_dim}, {library.dtype}; {library.name} on {library.place()}")
+    for name, requests in done.items():
+        for request in sorted(requests, key=lambda r: len(r.tokens))[: args.checked]:
+            own, plain = deviations(model, weights, request.tokens, np.stack(request.logits), library.dtype)
+            figures[name].deviation, figures[name].plain = max(figures[name].deviation, own), max(figures[name].plain, plain)
+    report(figures, missing)
+    wrong = [name for name, x in figures.items() if not x.deviation <= 4 * x.plain]
+    if wrong:
+        raise SystemExit(f"{', '.join(wrong)}: that is too far from float64; accepted: four times a dense run's distance")
+    return figures
+
+
+def report(figures: dict[str, Figures], missing: dict[str, str]) -> None:
+    columns = {name: x.rows() for name, x in figures.items()}
+    print(f"{'':40}" + "".join(f"{name:>20}" for name in columns))
+    for row in columns["fa_ext"]:
+        print(f"{row:40}" + "".join(f"{column[row]:>20}" for column in columns.values()))
+    if missing:
+        print("not here: " + "; ".join(f"{name} ({why})" for name, why in missing.items()))
 
 
 if __name__ == "__main__":
