@@ -58,7 +58,7 @@ class Library:
     def read(self, x: Any) -> np.ndarray:
         """A copy in float32 on the host, behind all work on the current stream."""
         if self.name == "torch":
-            return np.array(x.float().cpu())
+            return x.float().cpu().numpy().copy()
         return np.array(x.get() if self.cuda else x, np.float32)
 
     def normal(self, x: Any) -> Any:

@@ -34,7 +34,7 @@ SIZES = {
 MEANINGS = {
     "rate": "requests a second that arrive, on average; inf: all at once", "prompt": "median of the prompts' lengths", "new": "median of the tokens to generate",
     "batch": "requests that run at a time", "budget": "tokens a step, of prompts and of what is generated", "pages": "pages of the cache",
-    "rounds": "runs of the whole stream", "checked": "requests that meet float64, the shortest",
+    "rounds": "runs of the whole stream", "checked": "requests that meet float64, from the shortest to the median",
 }  # fmt: skip
 PEERS = ("flash-attn-3", "vllm-flash-attn-3")
 
@@ -145,7 +145,9 @@ def main(argv: list[str] | None = None) -> dict[str, Figures]:
     print(f"at most {args.batch} at a time and {args.budget} tokens a step, on {args.pages} pages of {args.page_size} keys")
     print(f"{args.layers} layers, {args.heads} heads over {args.heads_kv}, head_dim {args.head_dim}, {library.dtype}; {library.name} on {library.place()}")
     for name, requests in done.items():
-        for request in sorted(requests, key=lambda r: len(r.tokens))[: args.checked]:
+        by_length = sorted(requests, key=lambda request: len(request.tokens))
+        for n in np.linspace(0, len(requests) // 2, args.checked, dtype=int):
+            request = by_length[n]
             own, plain = deviations(model, weights, request.tokens, np.stack(request.logits), library.dtype)
             figures[name].deviation, figures[name].plain = max(figures[name].deviation, own), max(figures[name].plain, plain)
     report(figures, missing)

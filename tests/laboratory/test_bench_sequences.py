@@ -163,13 +163,6 @@ def test_torch_computes_equal_lengths_densely(case):
             assert judged.passed, judged.failures
 
 
-FWD = ("q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q max_seqlen_k page_table "
-       "kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale softmax_scale is_causal "
-       "window_size_left window_size_right attention_chunk softcap is_rotary_interleaved scheduler_metadata num_splits pack_gqa "
-       "sm_margin").split()  # fmt: skip
-VLLM = [name for name in FWD if name != "attention_chunk"] + ["s_aux", "cp_world_size", "cp_rank", "cp_tot_seqused_k"]
-
-
 class Array(np.ndarray):
     """The part of a torch tensor that the adapter asks of sinks."""
 
@@ -177,21 +170,9 @@ class Array(np.ndarray):
         return self.astype(dtype)
 
 
-def forward(asked):
-    """``fwd`` of FlashAttention-3, by the float64 reference."""
-    assert asked["is_rotary_interleaved"] in (True, False) and asked["sm_margin"] == 0 and asked["softmax_scale"] > 0
-    if "cp_rank" in asked:
-        assert (asked["cp_world_size"], asked["cp_rank"], asked["cp_tot_seqused_k"]) == (1, 0, None)
-    q, options = asked["q"], stand_ins.sequence_options(asked)
-    if asked.get("s_aux") is not None:
-        assert asked["s_aux"].dtype == q.dtype
-        options["sinks"] = asked["s_aux"]
-    return [reference.attention(q, asked["k"], asked["v"], layout="bshd", **options)[0].astype(q.dtype), "lse"]
-
-
 LIBRARIES = {
-    "flash-attn-3": ("flash_attn_3", FWD, {"is_rotary_interleaved": False, "sm_margin": 0, "num_splits": 0, "attention_chunk": 0}),
-    "vllm-flash-attn-3": ("_vllm_fa3_C", VLLM, {}),
+    "flash-attn-3": ("flash_attn_3", stand_ins.FA3_FORWARD, {"is_rotary_interleaved": False, "sm_margin": 0, "num_splits": 0, "attention_chunk": 0}),
+    "vllm-flash-attn-3": ("_vllm_fa3_C", stand_ins.VLLM_FA3_FORWARD, {}),
 }
 
 
@@ -199,7 +180,7 @@ LIBRARIES = {
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_flash_attention_3_is_asked_for_what_the_problem_says(name, case, monkeypatch):
     namespace, names, defaults = LIBRARIES[name]
-    ops = types.SimpleNamespace(**{namespace: types.SimpleNamespace(fwd=stand_ins.operator(forward, names, defaults))})
+    ops = types.SimpleNamespace(**{namespace: types.SimpleNamespace(fwd=stand_ins.operator(stand_ins.fa3_forward, names, defaults))})
     stand_ins.stand_in(monkeypatch, "torch", ops=ops)
     peer = peers.PEERS[name][2](types.SimpleNamespace(kind="cuda"))
     monkeypatch.setattr(peer, "library", "numpy")

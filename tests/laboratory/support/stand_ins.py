@@ -80,3 +80,23 @@ def sequence_options(asked):
         packed = asked[side].ndim == 3
         assert (asked[f"max_seqlen_{side}"] is not None) == (asked[f"cu_seqlens_{side}"] is not None) == packed
     return options
+
+
+#: Arguments of ``fwd`` of FlashAttention-3, in the order of xformers 0.0.34 and of vLLM 0.25.1.
+FA3_FORWARD = ("q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q max_seqlen_k page_table "
+               "kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale softmax_scale is_causal "
+               "window_size_left window_size_right attention_chunk softcap is_rotary_interleaved scheduler_metadata num_splits pack_gqa "
+               "sm_margin").split()  # fmt: skip
+VLLM_FA3_FORWARD = [name for name in FA3_FORWARD if name != "attention_chunk"] + ["s_aux", "cp_world_size", "cp_rank", "cp_tot_seqused_k"]
+
+
+def fa3_forward(asked):
+    """``fwd`` of FlashAttention-3, by the float64 reference."""
+    assert asked["is_rotary_interleaved"] in (True, False) and asked["sm_margin"] == 0 and asked["softmax_scale"] > 0
+    if "cp_rank" in asked:
+        assert (asked["cp_world_size"], asked["cp_rank"], asked["cp_tot_seqused_k"]) == (1, 0, None)
+    q, options = asked["q"], sequence_options(asked)
+    if asked.get("s_aux") is not None:
+        assert asked["s_aux"].dtype == q.dtype
+        options["sinks"] = asked["s_aux"]
+    return [reference.attention(q, asked["k"], asked["v"], layout="bshd", **options)[0].astype(q.dtype), "lse"]
