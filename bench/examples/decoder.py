@@ -67,7 +67,7 @@ class Library:
         return normal(x.astype("float32")).astype(self.dtype)
 
     def repeated(self, work: Callable[[], Any], graphs: bool) -> Callable[[], Any]:
-        """What does ``work`` again: the replay of a CUDA graph for torch on a GPU, if ``graphs``, else ``work`` itself."""
+        """``work`` to be called again and again: the replay of a CUDA graph for torch on a GPU, if ``graphs``, else itself."""
         if not (graphs and self.cuda and self.name == "torch"):
             return work
         cuda = self.xp.cuda

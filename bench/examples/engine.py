@@ -98,7 +98,7 @@ class Engine:
         self.batch, self.budget, self.page_size, self.graphs = batch, budget, page_size, graphs
         self.pages = Pages(pages)
         self.running: list[Request] = []
-        self.passing = 0.0  # seconds in passes of the model, so far
+        self.spent: tuple[list[float], list[float]] = ([], [])  # seconds of each pass with prompts, and of each where all decode
         self.weights = {name: library.rounded(x) for name, x in weights.items()}
         self.rotary = tuple(library.put(x) for x in model.rotary())
         self.cache = library.zeros((model.layers, 2, pages, page_size, model.heads_kv, model.head_dim))
@@ -171,10 +171,11 @@ class Engine:
         rows = len(counts)
         self.tokens[: len(brought)], self.lengths[rows:], self.starts[rows + 1 :] = brought, 0, len(brought)
         self.lengths[:rows], self.starts[1 : rows + 1] = [request.cached for request in self.running], np.cumsum(counts)
+        decodes = max(counts) == 1
         began = time.perf_counter()
         self.library.write(self.there, self.host)
-        logits = self.library.read(self.passes[1 if max(counts) == 1 else self.budget]())
-        self.passing += time.perf_counter() - began
+        logits = self.library.read(self.passes[1 if decodes else self.budget]())
+        self.spent[decodes].append(time.perf_counter() - began)
         chosen = logits.argmax(-1).tolist()
         fresh = [b for b, request in enumerate(self.running) if request.cached == len(request.tokens)]
         found = [self.running[b] for b in fresh]
@@ -200,7 +201,8 @@ class Engine:
             if self.needed(request) > self.pages.count:
                 raise MemoryError(f"a request of {len(request.tokens)} + {request.new} tokens needs more pages than there are, {self.pages.count}")
         waiting = sorted(requests, key=lambda request: request.arrives)
-        start, idle = clock() - waiting[0].arrives, 0.0
+        first = now = waiting[0].arrives
+        start, idle = clock() - first, 0.0
         while waiting or self.running:
             now = clock() - start
             if not self.running and waiting[0].arrives > now:
@@ -212,5 +214,4 @@ class Engine:
             now = clock() - start
             for request in fresh:
                 request.times.append(now)
-        seconds = now - min(request.arrives for request in requests)
-        return seconds, seconds - idle
+        return now - first, now - first - idle

@@ -7,7 +7,8 @@ Requests come at random times and share one pool of pages. Each step packs one t
 budget pieces of prompts that wait, into one call of ``attention`` a layer; a sequence that is done gives its pages back. On a GPU
 through torch, steps are CUDA graphs, and the same engine runs on FlashAttention-3, where it is found, in turns with fa_ext.
 
-Time to first token counts from a request's arrival. Times are the host's, with all that the engine does beside its passes.
+Time to first token counts from a request's arrival. Times are the host's, with all that the engine does beside its passes. Logits of
+some requests meet a dense float64 run of each alone: they may be off by twice as much as a dense run in the same dtype is.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench import machine
 from bench.examples.decoder import Library, Model, deviations
 from bench.examples.engine import Attend, Engine, Request, by_fa_ext, by_flash_attention
 from bench.implementations import peers
+from bench.implementations.flash3 import FlashAttention3, VllmFlashAttention3
 from bench.machine.device import Cuda
 
 #: Names of options with their defaults on the CPU and on a GPU.
@@ -32,9 +33,10 @@ SIZES = {
     "rounds": (1, 3), "checked": (6, 2), "seed": (0, 0),
 }  # fmt: skip
 MEANINGS = {
-    "rate": "requests a second that arrive, on average; inf: all at once", "prompt": "median of the prompts' lengths", "new": "median of the tokens to generate",
-    "batch": "requests that run at a time", "budget": "tokens a step, of prompts and of what is generated", "pages": "pages of the cache",
-    "rounds": "runs of the whole stream", "checked": "requests that meet float64, from the shortest to the median",
+    "rate": "requests a second that arrive, on average; inf: all at once", "prompt": "median of the prompts' lengths",
+    "new": "median of the tokens to generate", "batch": "requests that run at a time", "pages": "pages of the cache",
+    "budget": "tokens a step, of prompts and of what is generated", "rounds": "runs of the whole stream",
+    "checked": "requests that meet float64, from the shortest to the median",
 }  # fmt: skip
 PEERS = ("flash-attn-3", "vllm-flash-attn-3")
 
@@ -45,16 +47,19 @@ class Figures:
 
     seconds: float = 0.0  # from the first arrival to the last token
     busy: float = 0.0  # those in which something ran
-    passing: float = 0.0  # those in passes of the model
     new: int = 0
     prompt: int = 0
     first: list[float] = field(default_factory=list)  # seconds from arrival to first token
     between: list[float] = field(default_factory=list)  # seconds between tokens
+    mixed: list[float] = field(default_factory=list)  # seconds of the passes with prompts
+    decoding: list[float] = field(default_factory=list)  # of those without
     deviation: float = 0.0  # from float64
     plain: float = 0.0  # the same of a dense run in the dtype
 
-    def add(self, requests: list[Request], seconds: float, busy: float, passing: float) -> None:
-        self.seconds, self.busy, self.passing = self.seconds + seconds, self.busy + busy, self.passing + passing
+    def add(self, requests: list[Request], seconds: float, busy: float, spent: tuple[list[float], list[float]]) -> None:
+        self.seconds, self.busy = self.seconds + seconds, self.busy + busy
+        self.mixed += spent[False]
+        self.decoding += spent[True]
         for request in requests:
             self.new += request.new
             self.prompt += len(request.tokens) - request.new
@@ -66,11 +71,16 @@ class Figures:
             return " / ".join(f"{1e3 * x:.2f}" for x in np.quantile(found, (0.5, 0.99))) if found else "-"
 
         return {
-            "new tokens a second": f"{self.new / self.seconds:.0f}", "tokens a second, prompts too": f"{(self.new + self.prompt) / self.seconds:.0f}",
-            "ms to the first token, median / p99": milliseconds(self.first), "ms between tokens, median / p99": milliseconds(self.between),
-            "share of the time that it ran": f"{self.busy / self.seconds:.0%}", "share of that in passes": f"{self.passing / self.busy:.0%}",
-            "deviation from float64 (a dense run's)": f"{self.deviation:.2g} ({self.plain:.2g})",
-        }  # fmt: skip
+            "new tokens a second": f"{self.new / self.seconds:.0f}",
+            "tokens a second, with the prompts": f"{(self.new + self.prompt) / self.seconds:.0f}",
+            "ms to the first token, median / p99": milliseconds(self.first),
+            "ms between tokens, median / p99": milliseconds(self.between),
+            "ms a pass, one token each, median / p99": milliseconds(self.decoding),
+            "ms a pass with prompts, median / p99": milliseconds(self.mixed),
+            "share of the time in which it ran": f"{self.busy / self.seconds:.0%}",
+            "share of that in passes": f"{sum(self.mixed + self.decoding) / self.busy:.0%}",
+            "off float64 by (a dense run is by)": f"{self.deviation:.2g} ({self.plain:.2g})",
+        }
 
 
 def drawn(args: argparse.Namespace, vocabulary: int) -> list[Request]:
@@ -95,7 +105,8 @@ def attentions(library: Library) -> tuple[dict[str, Attend], dict[str, str]]:
     if not (library.cuda and library.name == "torch"):
         return found, dict.fromkeys(PEERS, "it takes tensors of torch on a GPU")
     loaded, missing = peers.available(Cuda(), list(PEERS))
-    return found | {peer.name: by_flash_attention(peer.ops.fwd) for peer in loaded}, missing
+    flash = [peer for peer in loaded if isinstance(peer, (FlashAttention3, VllmFlashAttention3))]
+    return found | {peer.name: by_flash_attention(peer.ops.fwd) for peer in flash}, missing
 
 
 def measured(engines: dict[str, Engine], requests: list[Request], rounds: int) -> tuple[dict[str, Figures], dict[str, list[Request]]]:
@@ -103,8 +114,8 @@ def measured(engines: dict[str, Engine], requests: list[Request], rounds: int) -
     figures, done = {name: Figures() for name in engines}, {}
     for _ in range(rounds):
         for name, engine in engines.items():
-            done[name], engine.passing = anew(requests), 0.0
-            figures[name].add(done[name], *engine.run(done[name]), engine.passing)
+            done[name], engine.spent = anew(requests), ([], [])
+            figures[name].add(done[name], *engine.run(done[name]), engine.spent)
     return figures, done
 
 
@@ -151,9 +162,9 @@ def main(argv: list[str] | None = None) -> dict[str, Figures]:
             own, plain = deviations(model, weights, request.tokens, np.stack(request.logits), library.dtype)
             figures[name].deviation, figures[name].plain = max(figures[name].deviation, own), max(figures[name].plain, plain)
     report(figures, missing)
-    wrong = [name for name, x in figures.items() if not x.deviation <= 4 * x.plain]
+    wrong = [name for name, x in figures.items() if not x.deviation <= 2 * x.plain]
     if wrong:
-        raise SystemExit(f"{', '.join(wrong)}: that is too far from float64; accepted: four times a dense run's distance")
+        raise SystemExit(f"{', '.join(wrong)}: that is too far from float64; accepted: twice a dense run's distance")
     return figures
 
 
