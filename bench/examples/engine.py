@@ -182,22 +182,22 @@ class Engine:
         for b, request in zip(fresh, found, strict=True):
             request.logits.append(logits[b])
             request.tokens.append(chosen[b])
-        for b in reversed(fresh):  # the last row, which takes the place of another, was asked before
+        for b in reversed(fresh):  # rows before b stay where they are
             if len(self.running[b].logits) == self.running[b].new:
                 self.end(b)
         return found
 
     def end(self, b: int) -> None:
-        """A request gives its pages back, and the last one takes its row."""
-        self.pages.give(self.running[b].pages)
-        last = self.running.pop()
-        if b < len(self.running):
-            self.running[b], self.table[b] = last, self.table[len(self.running)]
+        """A request gives its pages back; those behind it move up."""
+        self.pages.give(self.running.pop(b).pages)
+        self.table[b:-1] = self.table[b + 1 :]
 
     def run(self, requests: list[Request], clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Seconds from the first arrival to the last token, and those of them in which something ran. The time to the next arrival, where
         nothing runs, is counted and not waited for."""
         for request in requests:
+            if not request.tokens or request.new < 1 or len(request.tokens) + request.new > self.model.positions:
+                raise ValueError(f"a request has {len(request.tokens)} + {request.new} tokens; accepted: 1 + 1 to {self.model.positions} in all")
             if self.needed(request) > self.pages.count:
                 raise MemoryError(f"a request of {len(request.tokens)} + {request.new} tokens needs more pages than there are, {self.pages.count}")
         waiting = sorted(requests, key=lambda request: request.arrives)

@@ -63,10 +63,15 @@ def test_too_few_pages():
         serving.main([*SMALL, "--on", "numpy", "--pages", "2"])
 
 
-@pytest.mark.parametrize(("words", "says"), [(["--budget", "2"], "budget is 2; accepted: at least batch, 3")])
-def test_a_budget_below_the_batch(words, says):
-    with pytest.raises(ValueError, match=says):
-        serving.main([*SMALL, "--on", "numpy", *words])
+def test_a_budget_below_the_batch():
+    with pytest.raises(ValueError, match="budget is 2; accepted: at least batch, 3"):
+        serving.main([*SMALL, "--on", "numpy", "--budget", "2"])
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(0, 4), (4, 0), (50, 31)])
+def test_requests_that_no_engine_can_run(prompt, new):
+    with pytest.raises(ValueError, match=rf"a request has {prompt} \+ {new} tokens; accepted: 1 \+ 1 to 80 in all"):
+        made().run([engine.Request(0.0, [1] * prompt, new)])
 
 
 def test_sizes_that_are_none(capsys):
