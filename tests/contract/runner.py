@@ -65,7 +65,8 @@ def is_left_out(error: fa_ext.UnsupportedError) -> bool:
     left something out, and all that were loaded."""
     kernel, reason = refusal_of(error) or ("", "")
     built = _core.build_info()
-    chosen = kernel not in built["kernels"] or kernel in {name.partition(".")[0] for name in built["left_out"]}
+    of = {"packed_sm90": {"serve_sm90", "prefill_sm90"}}.get(kernel, {kernel})  # whose instances it has
+    chosen = kernel not in built["kernels"] or bool(of & {name.partition(".")[0] for name in built["left_out"]})
     return chosen and reason == lacks_instance()
 
 

@@ -54,6 +54,13 @@ def test_on_a_gpu_the_bits_of_a_sequence_are_its_own(head_dim):
 
 
 @on_gpu(KERNEL)
+def test_on_a_gpu_the_bits_of_a_window_are_its_own():
+    """Chunks lie at multiples, counted from the first key, so that a window's may be of two groups, which are merged one by one."""
+    base = Case.sequences((1, 1, 2), (5000, 2777, 9100), window=(500, 0), page_size=16, **PACKED, seed=5)
+    assert_same_bits(KERNEL, base, [dict(k="packed")], [[1], [2, 0], [0] * 20, [0, 1, 2] * 120, [2, 2, 0] * 200], put=on_device)
+
+
+@on_gpu(KERNEL)
 @pytest.mark.parametrize("most", [1, 2, 16, 17])
 @pytest.mark.parametrize("batch", [1, 40])
 def test_on_a_gpu_a_promise_that_is_broken(most, batch):

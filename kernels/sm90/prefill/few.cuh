@@ -11,7 +11,7 @@
 namespace fa::sm90::prefill {
 
 constexpr int kClasses = 128;  // of sequences in tiles, four an octave of keys; as many of few rows come after them
-constexpr int kBriefClass = 8; // and those before it have up to 512 keys, a group of serve_sm90's chunks
+constexpr int kBriefClass = 8; // and those before it have up to 512 keys, which may be a group of serve_sm90's chunks
 
 /* From 128 on. */
 __device__ __forceinline__ int class_of_keys(int64_t keys) {
@@ -94,8 +94,11 @@ struct FewShare {
     __device__ __forceinline__ int class_of(const Call &call, const Record &r) const {
         const fa_span span = few_span(call, r);
         const int of = class_of_keys(max(span.end - span.begin - 1, int64_t(128)));
+        const Sight sight = Sight::of(span, false);
+        const bool groups =
+            sight.last > sight.first && (sight.last - 1) / kGroup != sight.first / kGroup; // more than one
         const bool beside = r.rows_end - r.rows_begin > r.seq_q || r.b == 0 || r.b + 1 == call.batch;
-        return is_thin(call, r) || (call.few.alone && beside) ? max(of, brief_class + 1) : of;
+        return groups || is_thin(call, r) || (call.few.alone && beside) ? max(of, brief_class + 1) : of;
     }
 };
 

@@ -44,24 +44,17 @@ template <class C> fa_code launch_both(const Params &params, const Own &own, con
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
 }
 
-template <class C> fa_code launch_listed(const Params &params, const Own &own, const fa_launch &launch) {
-    const dim3 blocks(static_cast<unsigned>(own.blocks));
-    return launch_kernel(serve_listed_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-}
-
-template <class C> fa_code launch_short(const Params &params, const fa_launch &launch) {
-    const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
-    return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-}
-
-/* All, Plain and of few rows alone; see Config. */
-template <class All, class Plain, class Few>
-fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
-    const bool plain = is_plain(params);
+/* All, or of few rows alone; see Config. Lists and short sequences have no plain kernels, which would take half as long
+ * again to compile. */
+template <class All, class Few> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
     if (params.listed.list)
-        return plain ? launch_listed<Plain>(params, own, launch) : launch_listed<All>(params, own, launch);
-    if (own.brief) return plain ? launch_short<Few>(params, launch) : launch_short<All>(params, launch);
-    const bool few = plain && !own.thin && (own.by_number || !params.call.s.q.starts);
+        return launch_kernel(serve_listed_kernel<All>, dim3(static_cast<unsigned>(own.blocks)), All::kThreads,
+                             Shared<All>::bytes(), params, launch);
+    if (own.brief) {
+        const dim3 blocks(static_cast<unsigned>((params.jobs + All::kWarps - 1) / All::kWarps));
+        return launch_kernel(serve_short_kernel<All>, blocks, All::kThreads, Shared<All>::bytes(), params, launch);
+    }
+    const bool few = is_plain(params) && !own.thin && (own.by_number || !params.call.s.q.starts);
     return few ? launch_both<Few>(params, own, launch) : launch_both<All>(params, own, launch);
 }
 
@@ -70,8 +63,7 @@ fa_code launch_shape(const Params &params, const Own &own, const fa_launch &laun
 #define FA_DEFINE(name, columns, T)                                                                                    \
     extern "C" Launch name;                                                                                            \
     fa_code name(const Params &params, const Own &own, const fa_launch &launch) {                                      \
-        return launch_shape<Config<T, columns>, Config<T, columns, true>, Config<T, columns, true, false>>(            \
-            params, own, launch);                                                                                      \
+        return launch_shape<Config<T, columns>, Config<T, columns, true, false>>(params, own, launch);                 \
     }
 FA_INSTANCES(FA_DEFINE)
 

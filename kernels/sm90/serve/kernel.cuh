@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             thin_part(params, job, shared.thin, rings, slots, begin, end, whole);
             job = shared.thin.job; // so that registers need not keep it
         }
-    if (!thin) few_part<C, C::kThin>(params, job, shared.few, rings, slots, begin, end);
+    if (!thin) few_part<C, C::kThin>(params, job, shared.few, rings, slots, begin, end, false);
     if (part == 0) {
         write_nothing<C>(params, job, threadIdx.x, C::kThreads);
         if (params.by_number) write_around<C>(params, job);
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
         count_faults_of_q(params.call.faults, s, job.b, job.rows);
         count_faults_of_k(params.call.faults, s, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k));
     }
-    attend_alone(params, job, shared.few, memory + Shared<C>::kRoom);
+    few_part<C, true>(params, job, shared.few, memory + Shared<C>::kRoom, Slots<C>(nullptr, job), job.first, job.last,
+                      true);
     write_nothing<C>(params, job, lane, 32);
 }
 

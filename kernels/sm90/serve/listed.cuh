@@ -77,56 +77,6 @@ template <class C> __device__ __forceinline__ void retire(Shared<C> &shared, boo
     __syncthreads();
 }
 
-/* Part listed.part of the job of a record and a kv head. By the block. */
-template <class C>
-__device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &shared, SharedListed &listed,
-                                              char *rings) {
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const auto parts = [&] { return max(listed.of.chunks, 1); };
-    {
-        const Job found = listed_job<C>(params, listed.of, listed.head, shared.joined);
-        if (threadIdx.x == 0) listed.job = found;
-        __syncthreads();
-    }
-    const Job &job = listed.job;
-    char *const states = parts() == 1 ? params.listed.own + blockIdx.x * params.listed.own_bytes
-                                      : params.workspace + (listed.of.slot + listed.head) * params.job_bytes;
-    const Slots<C> slots(states, job);
-    const bool thin = C::kThin && job.thin;
-    {
-        const int each = job.template workers<C>(1), worker = listed.part * each + warp % each;
-        const Shares shares(job, parts() * each);
-        const int begin = shares.begin(worker), end = shares.begin(worker + 1);
-        if constexpr (C::kThin)
-            if (thin) thin_part(params, job, shared.thin, rings, slots, begin, end, parts() == 1);
-        if (!thin) {
-            const Job kept = job; // in registers
-            few_part<C, true>(params, kept, shared.few, rings, slots, begin, end);
-        }
-    }
-    if (listed.part == 0 && params.listed.alone) {
-        write_nothing<C>(params, job, threadIdx.x, C::kThreads);
-        write_around<C>(params, job);
-    }
-    retire(shared, thin);
-    const bool whole = parts() == 1;
-    if (whole && thin) return;
-    if (!whole) { // as a release and an acquire of all threads
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) listed.arrived = atomicAdd(params.listed.arrivals + listed.of.slot + listed.head, 1u);
-        __syncthreads();
-        if (listed.arrived + 1 < static_cast<uint32_t>(parts())) return;
-        __threadfence();
-    }
-    const Shares all(job, parts() * job.template workers<C>(1));
-    if (warp == 0) list_states(shared.list, all);
-    __syncthreads();
-    if (job.count)
-        fold_job<C>(params, job, slots, all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings), [] {});
-    tma_store_fence(); // the next unit's copies come to where fold_job has written
-}
-
 /* Finds the unit's record. By warp 0. */
 __device__ __forceinline__ void find_unit(const Params &params, SharedListed &listed, uint32_t unit) {
     const auto *records = reinterpret_cast<const Record *>(params.listed.list + 1);
@@ -141,6 +91,67 @@ __device__ __forceinline__ void find_unit(const Params &params, SharedListed &li
     listed.of = of;
     listed.head = static_cast<int>(unit - of_heads * heads);
     listed.part = shared ? static_cast<int>(first - of.unit) : 0;
+}
+
+/* Unit `unit`: a part of a job, or from `in_blocks` on a job for each warp, of which there are `brief`. By the block.
+ */
+template <class C>
+__device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &shared, SharedListed &listed,
+                                              char *rings, uint32_t unit, uint32_t in_blocks, uint32_t brief) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const auto parts = [&] { return max(listed.of.chunks, 1); };
+    const bool alone = unit >= in_blocks;
+    bool thin = false;
+    char *states = nullptr;
+    int begin = 0, end = 0;
+    Job own;
+    if (alone) {
+        const uint32_t at = (unit - in_blocks) * C::kWarps + warp, n = params.heads_kv.quotient(at);
+        if (at >= brief) return;
+        const auto *records = reinterpret_cast<const Record *>(params.listed.list + 1);
+        own = listed_job<C>(params, read_past_l1(records + listed.found.few_brief + n),
+                            static_cast<int>(at - n * params.heads_kv.divisor), nullptr);
+        begin = own.first, end = own.last;
+    } else {
+        if (warp == 0) find_unit(params, listed, unit);
+        __syncthreads();
+        own = listed_job<C>(params, listed.of, listed.head, shared.joined);
+        if (threadIdx.x == 0) listed.job = own;
+        __syncthreads();
+        states = parts() == 1 ? params.listed.own + blockIdx.x * params.listed.own_bytes
+                              : params.workspace + (listed.of.slot + listed.head) * params.job_bytes;
+        thin = C::kThin && own.thin;
+        const int each = own.template workers<C>(1), worker = listed.part * each + warp % each;
+        const Shares shares(own, parts() * each);
+        begin = shares.begin(worker), end = shares.begin(worker + 1);
+    }
+    const Job &job = listed.job;
+    if constexpr (C::kThin)
+        if (thin) thin_part(params, job, shared.thin, rings, Slots<C>(states, job), begin, end, parts() == 1);
+    if (!thin) few_part<C, true>(params, own, shared.few, rings, Slots<C>(states, own), begin, end, alone);
+    retire(shared, thin);
+    if (alone) return;
+    if (listed.part == 0 && params.listed.alone) {
+        write_nothing<C>(params, job, threadIdx.x, C::kThreads);
+        write_around<C>(params, job);
+    }
+    const bool whole = parts() == 1;
+    if (whole && thin) return;
+    if (!whole) { // as a release and an acquire of all threads
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) listed.arrived = atomicAdd(params.listed.arrivals + listed.of.slot + listed.head, 1u);
+        __syncthreads();
+        if (listed.arrived + 1 < static_cast<uint32_t>(parts())) return;
+        __threadfence();
+    }
+    const Shares all(job, parts() * job.template workers<C>(1));
+    if (warp == 0) list_states(shared.list, all);
+    __syncthreads();
+    if (job.count)
+        fold_job<C>(params, job, Slots<C>(states, job), all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings),
+                    [] {});
+    tma_store_fence(); // the next unit's copies come to where fold_job has written
 }
 
 template <class C>
@@ -167,20 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                        brief = (listed.found.few_end - listed.found.few_brief) * heads;
         if (unit >= in_blocks + (brief + C::kWarps - 1) / C::kWarps) break;
         if (threadIdx.x == 0) listed.next[turn] = gridDim.x + atomicAdd(&params.listed.list->few_counter, 1u);
-        if (unit < in_blocks) {
-            if (threadIdx.x < 32) find_unit(params, listed, unit);
-            __syncthreads();
-            attend_listed<C>(params, shared, listed, rings);
-        } else {
-            const uint32_t at = (unit - in_blocks) * C::kWarps + threadIdx.x / 32, n = params.heads_kv.quotient(at);
-            if (at < brief) {
-                const auto *records = reinterpret_cast<const Record *>(params.listed.list + 1);
-                const Job job = listed_job<C>(params, read_past_l1(records + listed.found.few_brief + n),
-                                              static_cast<int>(at - n * heads), nullptr);
-                attend_alone(params, job, shared.few, rings);
-                retire(shared, false);
-            }
-        }
+        attend_listed<C>(params, shared, listed, rings, unit, in_blocks, brief);
         __syncthreads();
         unit = listed.next[turn];
     }

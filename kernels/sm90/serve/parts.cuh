@@ -73,11 +73,17 @@ __device__ __forceinline__ void attend_chunk(const Params &params, const Job &jo
     chunk.close();
 }
 
-/* Works out the chunks [begin, end) of a job and leaves their states. */
+/* Works out the chunks [begin, end) of a job and leaves their states, or with `alone`, where they are all of it and of
+ * one group, writes what they make. */
 template <class C>
 __device__ __forceinline__ void attend(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
-                                       const Slots<C> &slots, int begin, int end) {
+                                       const Slots<C> &slots, int begin, int end, bool alone) {
     Chunk<C> group, chunk;
+    if (alone) {
+        group.clear();
+#pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) group.state[r].maximum = -INFINITY;
+    }
     int opened = -1; // the group's first chunk, if it is open
     RingState<C::kSlots> at(0);
 #pragma unroll 1
@@ -91,13 +97,16 @@ __device__ __forceinline__ void attend(const Params &params, const Job &job, Rin
         else
             leave(slots, job, chunk, k);
     }
-    if (opened >= 0) leave(slots, job, group, opened);
+    if (alone)
+        write_chunk(params, job, group);
+    else if (opened >= 0)
+        leave(slots, job, group, opened);
 }
 
 /* The chunks [begin, end) of a warp of few rows. SetUp: its barriers are not yet. */
 template <class C, bool SetUp>
 __device__ __forceinline__ void few_part(const Params &params, const Job &job, Few<C> &shared, char *ring_memory,
-                                         const Slots<C> &slots, int begin, int end) {
+                                         const Slots<C> &slots, int begin, int end, bool alone) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     Ring<C> ring{params,
                  job,
@@ -107,43 +116,14 @@ __device__ __forceinline__ void few_part(const Params &params, const Job &job, F
                  job.tiles(begin, end)};
     if constexpr (SetUp) ring.init(params, shared.full[warp]);
     if (!params.call.s.given) dependency_wait();
-    if (begin >= end) return;
+    if (begin >= end && !alone) return;
     ring.fill();
     if constexpr (!SetUp) dependency_release(); // so that serve_fold_kernel begins beside the copies, not before
     Rows<C> rows;
     rows.row = shared.row[warp];
     rows.load_queries(params, job);
     rows.load_sight(params, job);
-    attend(params, job, ring, rows, slots, begin, end);
-}
-
-/* A job of up to kGroup chunks, of which the warp writes what it makes. */
-template <class C>
-__device__ __forceinline__ void attend_alone(const Params &params, const Job &job, Few<C> &shared, char *ring_memory) {
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    Ring<C> ring{params,
-                 job,
-                 ring_memory + warp * C::kSlots * C::kSlotBytes,
-                 shared.full[warp],
-                 shared.valid[warp],
-                 job.tiles(job.first, job.last)};
-    ring.init(params, shared.full[warp]);
-    ring.fill();
-    Rows<C> rows;
-    rows.row = shared.row[warp];
-    rows.load_queries(params, job);
-    rows.load_sight(params, job);
-    RingState<C::kSlots> at(0);
-    Chunk<C> group, chunk;
-    group.clear();
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) group.state[r].maximum = -INFINITY;
-#pragma unroll 1
-    for (int k = job.first; k < job.last; ++k) {
-        attend_chunk(params, job, ring, rows, at, chunk, k);
-        group.take(chunk, k == job.first);
-    }
-    write_chunk(params, job, group);
+    attend(params, job, ring, rows, slots, begin, end, alone);
 }
 
 } // namespace fa::sm90::serve

@@ -14,6 +14,7 @@
  * @arch sm_90a
  * @instances instance.cu
  * @instance d{64,128,256}_{f16,bf16} {1} {2:__half,__nv_bfloat16}
+ * @core d(64|128)_\w+|d256_bf16
  */
 #include <algorithm> // std::max, std::min
 
