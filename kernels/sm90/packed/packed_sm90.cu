@@ -14,6 +14,9 @@
  *   prefill_sm90_kernel    where a sequence can have more rows; waits for the list, and then releases
  *   serve_listed_kernel    starts behind that release, so behind the list, and runs beside; its first block ends last
  *
+ * where there are few queries a sequence serve_listed_kernel comes before prefill_sm90_kernel, and each waits for the
+ * one before: as a rule the latter finds nothing then.
+ *
  * @arch sm_90a
  * @beside ../serve/serve_sm90.cu ../prefill/prefill_sm90.cu
  */
@@ -49,9 +52,10 @@ static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *de
     own.alone = p.batch > 0 && std::min(p.seq_q, s.most_q) <= queries;
     own.by_number = (own.alone && p.batch <= kByNumber) || beyond;
     fa_plan tiles = *plan, few = *plan;
-    fa_device_info left = *device; // of the workspace
-    if (!beyond) {                 // asked even where it is not needed: no kernel is chosen by the number of tokens
-        const fa_answer answer = prefill::plan_call(problem, device, &tiles, why);
+    fa_device_info left = *device, half = *device; // of the workspace
+    half.workspace_limit /= 2;
+    if (!beyond) { // asked even where it is not needed: no kernel is chosen by the number of tokens
+        const fa_answer answer = prefill::plan_call(problem, &half, &tiles, why);
         if (answer != FA_TAKES) return answer;
     }
     if (!own.by_number) {
@@ -86,8 +90,7 @@ static fa_code packed_launch(const fa_problem *problem, const fa_plan *plan, con
                           own.few.shared_jobs,
                           own.alone,
                           reinterpret_cast<uint32_t *>(static_cast<char *>(behind.workspace) + own.few.arrivals_at())};
-    // Where there are few queries a sequence the tiles come last, since as a rule there are none.
-    constexpr int64_t kFewQueries = 4;
+    constexpr int64_t kFewQueries = 4; // a sequence
     const bool first = problem->forward.seq_q <= kFewQueries * problem->forward.batch;
     FA_TRY(prefill::launch_list(problem, plan, launch, rows));
     if (!own.alone && !first) FA_TRY(prefill::launch_tiles(problem, plan, launch, rows));

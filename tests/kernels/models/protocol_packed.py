@@ -3,24 +3,25 @@
 from tests.kernels.models.protocol import Event, Model
 
 
-def packed_model(beside: bool = True, blocks: int = 2, mistakes: frozenset[str] = frozenset()) -> Model:
+def packed_model(tiles: str | None = "before", blocks: int = 2, mistakes: frozenset[str] = frozenset()) -> Model:
     """A call of packed_sm90 between two other kernels of the stream. A kernel may start when all blocks of the one before
     have released it; dependency_wait() waits for the end of the one before alone.
 
     list     releases at once, waits, then reads lengths and writes its list.
-    tiles    launched where `beside`: waits for list, then releases, so that what starts behind that finds the list.
+    tiles    "before" or "after" listed, or not launched: waits for the one before, then releases, so that what starts
+             behind that finds the list.
     listed   behind tiles releases and works at once, and its first block waits for tiles at its end: so its end is that
              of tiles, too. Behind list it waits for list first.
 
     Mistakes: "tiles released early" (before their wait), "no wait of list", "no wait of tiles", "no wait of listed"."""
     model = Model()
-    names = ["before", "list", *["tiles"] * beside, "listed", "after"]
+    names = ["before", "list", *["tiles"] * (tiles == "before"), "listed", *["tiles"] * (tiles == "after"), "after"]
     for name in names:
         model.barrier(f"released {name}", blocks)
         model.barrier(f"done {name}", blocks)
     work: dict[str, list[Event]] = {}
     for n, name in enumerate(names):
-        follows = name == "listed" and beside
+        follows = name == "listed" and tiles == "before"
         late = name == "tiles" and "tiles released early" not in mistakes or name == "listed" and not follows
         waits = n > 0 and f"no wait of {name}" not in mistakes
         work[name] = []
@@ -39,7 +40,7 @@ def packed_model(beside: bool = True, blocks: int = 2, mistakes: frozenset[str] 
                 actor.wait(f"done {names[n - 1]}", 0, "dependency_wait")
             actor.arrive(f"done {name}", 0, "ends")
     needs = [("before", later) for later in names[1:]] + [(earlier, "after") for earlier in names[1:-1]]
-    for earlier, later in (*needs, ("list", "listed"), *[("list", "tiles")] * beside):
+    for earlier, later in (*needs, ("list", "listed"), *[("list", "tiles")] * bool(tiles)):
         for first in work[earlier]:
             for second in work[later]:
                 model.precede(first, second)
