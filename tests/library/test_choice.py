@@ -12,8 +12,8 @@ from tests.contract import runner
 from tests.contract.devices import DEVICES, shapes_only
 
 CUDA = [name for name in fa_ext.kernels() if runner.device_of(name) == "cuda"]
-WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90", "packed_sm90"}
-HOPPER = WITH_TENSOR_MAPS | {"serve_sm90"}
+WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90"}  # of dense calls
+HOPPER = WITH_TENSOR_MAPS | {"serve_sm90", "packed_sm90"}
 
 pytestmark = [pytest.mark.skipif(not CUDA, reason="no CUDA kernel is built"), runner.needs_every_instance]
 
@@ -128,6 +128,7 @@ def test_a_device_must_be_described():
 
 # ---- the choice ----
 
+PACKED = Case.sequences((1, 2, 1), (300, 40, 2000), 32, 8, 128, dtype="bfloat16", causal="bottom_right")
 
 @pytest.mark.parametrize(
     "case, chosen",
@@ -143,6 +144,12 @@ def test_a_device_must_be_described():
         (Case(4, 16, 16, 2048, 2048, 64, dtype="float32"), {"h": "simt", "a": "simt"}),
         (Case(4, 16, 16, 2048, 2048, 128, dtype="float32"), {"h": "cublas", "a": "cublas"}),
         (Case(16, 32, 8, 1, 4096, 128, dtype="float32"), {"h": "simt", "a": "simt"}),
+        (PACKED, {"h": "packed_sm90", "a": "mma_sm80"}),
+        (PACKED.changed(k="packed", softcap=20.0), {"h": "packed_sm90", "a": "mma_sm80"}),
+        (PACKED.changed(head_dim=256, head_dim_v=256), {"h": "packed_sm90", "a": "mma_sm80"}),
+        (PACKED.changed(q="padded", slack=0), {"h": "serve_sm90", "a": "mma_sm80"}),
+        (PACKED.changed(alibi="heads"), {"h": "mma_sm80", "a": "mma_sm80"}),  # the host cannot see how few the queries are
+        (PACKED.changed(alibi="heads", max_seqlen_q=2), {"h": "packed_sm90", "a": "mma_sm80"}),
     ],
     ids=str,
 )
@@ -150,7 +157,8 @@ def test_which_kernel_is_chosen(case, chosen):
     for device, described in DEVICES.items():
         wanted = chosen["h" if described["cc"] == 90 else "a"]
         if wanted in CUDA:
-            assert fa_ext.explain(**shapes_only(case), device=described)[0] == wanted, device
+            inputs = case.host_inputs() if case.lengths else shapes_only(case)
+            assert fa_ext.explain(**inputs, device=described)[0] == wanted, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
