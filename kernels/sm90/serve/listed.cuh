@@ -102,7 +102,6 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
     const auto parts = [&] { return max(listed.of.chunks, 1); };
     const bool alone = unit >= in_blocks;
     bool thin = false;
-    char *states = nullptr;
     int begin = 0, end = 0;
     Job own;
     if (alone) {
@@ -118,17 +117,20 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
         own = listed_job<C>(params, listed.of, listed.head, shared.joined);
         if (threadIdx.x == 0) listed.job = own;
         __syncthreads();
-        states = parts() == 1 ? params.listed.own + blockIdx.x * params.listed.own_bytes
-                              : params.workspace + (listed.of.slot + listed.head) * params.job_bytes;
         thin = C::kThin && own.thin;
         const int each = own.template workers<C>(1), worker = listed.part * each + warp % each;
         const Shares shares(own, parts() * each);
         begin = shares.begin(worker), end = shares.begin(worker + 1);
     }
     const Job &job = listed.job;
+    const auto slots = [&] {
+        return Slots<C>(parts() == 1 ? params.listed.own + blockIdx.x * params.listed.own_bytes
+                                     : params.workspace + (listed.of.slot + listed.head) * params.job_bytes,
+                        job);
+    };
     if constexpr (C::kThin)
-        if (thin) thin_part(params, job, shared.thin, rings, Slots<C>(states, job), begin, end, parts() == 1);
-    if (!thin) few_part<C, true>(params, own, shared.few, rings, Slots<C>(states, own), begin, end, alone);
+        if (thin) thin_part(params, job, shared.thin, rings, slots(), begin, end, parts() == 1);
+    if (!thin) few_part<C, true>(params, own, shared.few, rings, slots(), begin, end, alone);
     retire(shared, thin);
     if (alone) return;
     if (listed.part == 0 && params.listed.alone) {
@@ -149,8 +151,7 @@ __device__ __forceinline__ void attend_listed(const Params &params, Shared<C> &s
     if (warp == 0) list_states(shared.list, all);
     __syncthreads();
     if (job.count)
-        fold_job<C>(params, job, Slots<C>(states, job), all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings),
-                    [] {});
+        fold_job<C>(params, job, slots(), all, shared.list, 0, C::kUnits, reinterpret_cast<Part *>(rings), [] {});
     tma_store_fence(); // the next unit's copies come to where fold_job has written
 }
 

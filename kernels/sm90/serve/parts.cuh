@@ -90,9 +90,9 @@ __device__ __forceinline__ void attend(const Params &params, const Job &job, Rin
     for (int k = begin; k < end; ++k) {
         attend_chunk(params, job, ring, rows, at, chunk, k);
         const bool opens = k % kGroup == 0 || k == job.first;
-        if (opened >= 0 && opens) leave(slots, job, group, opened), opened = -1;
+        if (!alone && opened >= 0 && opens) leave(slots, job, group, opened), opened = -1;
         if (opens) opened = k;
-        if (opened >= 0)
+        if (alone || opened >= 0)
             group.take(chunk, opens);
         else
             leave(slots, job, chunk, k);
