@@ -372,7 +372,8 @@ def test_each_test_is_of_one_kernel_or_of_the_core():
 
     def collected(*options):
         line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *options, "tests/library/test_import.py",
-                "tests/contract/test_contract.py", "tests/kernels/test_cpu_simd.py", "tests/kernels/test_wmma.py"]  # fmt: skip
+                "tests/contract/test_contract.py", "tests/kernels/test_cpu_simd.py", "tests/kernels/test_wmma.py",
+                "tests/contract/test_serving.py"]  # fmt: skip
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode in (0, 5), done.stderr
         return sum(int(text.rpartition(": ")[2]) for text in done.stdout.splitlines() if text.startswith("tests/"))
