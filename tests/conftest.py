@@ -54,7 +54,9 @@ def pytest_xdist_auto_num_workers(config):
 
 def _dense(kernels):
     """Those that take dense calls, which tests of "forward" and "cuda_forward" make."""
-    return [kernel for kernel in kernels if kernel != "packed_sm90"]
+    from bench.problems import cases
+
+    return [kernel for kernel in kernels if kernel not in cases.OF_PACKED_QUERIES]
 
 
 def pytest_generate_tests(metafunc):

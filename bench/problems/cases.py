@@ -356,9 +356,10 @@ _MUST_ACCEPT = {
     "wgmma_dropout_sm90": lambda case: _hopper(case) and case.head_dim <= 128 and not case.softcap,
     "serve_sm90": _hopper,
     "prefill_sm90": _hopper,
-    "packed_sm90": lambda case: False,
     "wgmma_split_sm90": _hopper_split,
 }
+#: Kernels of packed queries alone, which take no dense call.
+OF_PACKED_QUERIES = ("packed_sm90",)
 WITH_BOTH = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
 WITH_DROPOUT = (*WITH_BOTH, "wgmma_dropout_sm90")
 WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90", "packed_sm90")
@@ -368,5 +369,5 @@ def must_accept(kernel: str, case: Case) -> bool:
     """Whether ``kernel`` fails the tests by rejecting ``case`` (on a device it runs on). A kernel that is not listed above is
     held to what ``minimal`` takes."""
     taken = (not case.alibi or kernel in WITH_ALIBI) and (not case.dropout or kernel in WITH_DROPOUT)
-    return _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
+    return kernel not in OF_PACKED_QUERIES and _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
 

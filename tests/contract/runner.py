@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems import cases
 from bench.problems.case import Case
 from bench.problems.placement import BFLOAT16, Unplaceable, dtype_of, place
 from fa_ext import _core, reference
@@ -152,7 +153,7 @@ def has_dtype(kernel: str, dtype: str) -> bool:
     """Whether a kernel of attention takes arrays of a dtype."""
     if dtype == "bfloat16" and BFLOAT16 is None or dtype == "float64" and not has_float64(kernel):
         return False
-    if kernel == "packed_sm90":  # which takes no dense call
+    if kernel in cases.OF_PACKED_QUERIES:
         return dtype in ("float16", "bfloat16")
     return takes(kernel, **dataclasses.replace(SIMPLEST, dtype=dtype).host_inputs())
 

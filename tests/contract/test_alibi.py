@@ -273,7 +273,7 @@ def test_kernels_that_do_not_take_slopes_say_so():
         for kernel, (answer, reason, _) in _core.answers(q, k, v, alibi=slopes, device=device).items():
             if (runner.device_of(kernel) == "cpu") != (device is None) or answer == "not here":
                 continue
-            if kernel == "packed_sm90":
+            if kernel in cases.OF_PACKED_QUERIES:
                 assert answer == "refuses" and reason.startswith("takes packed queries alone"), reason
             elif kernel in cases.WITH_ALIBI:
                 assert answer in ("takes", "declines"), (kernel, reason)

@@ -24,8 +24,6 @@ FEATURES = {
 }
 #: The first bit that means nothing yet.
 NEXT_BIT = len(stub.features())
-#: Kernels that take no dense call.
-OF_PACKED_QUERIES = [kernel for kernel in fa_ext.kernels() if kernel == "packed_sm90"]
 OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
@@ -56,7 +54,8 @@ def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(b
     assert {answer for answer, _ in refused.values()} == {"refuses"}
     assert len({reason for _, reason in refused.values()}) == 1
     assert len(refused) == len(fa_ext.kernels())
-    assert [kernel for kernel, (answer, _) in answers(runner.SIMPLEST).items() if answer == "refuses"] == OF_PACKED_QUERIES
+    assert [kernel for kernel, (answer, _) in answers(runner.SIMPLEST).items() if answer == "refuses"] == [
+        kernel for kernel in fa_ext.kernels() if kernel in cases.OF_PACKED_QUERIES]  # fmt: skip
 
 
 @runner.needs_every_instance
@@ -69,7 +68,7 @@ def test_what_a_kernel_lacks(feature):
             lacks = kernel not in OF_FEW[feature]
         if lacks:
             assert answer == "refuses" and reason == f"takes no {feature}", (kernel, reason)
-        elif kernel in OF_PACKED_QUERIES:
+        elif kernel in cases.OF_PACKED_QUERIES:
             assert answer == "refuses" and reason.startswith("takes packed queries alone"), reason
         else:
             assert answer in ("takes", "declines"), (kernel, reason)

@@ -9,11 +9,11 @@
 
 namespace fa::sm90 {
 
-constexpr int kFewRows = 8;       // of a job by mma.sync (chunk.cuh)
-constexpr int kThinRows = 64;     // of a job by wgmma (thin.cuh)
+constexpr int kFewRows = 8;       // of a job by mma.sync (serve/chunk.cuh)
+constexpr int kThinRows = 64;     // of a job by wgmma (serve/thin.cuh)
 constexpr int kThinColumns = 128; // of q, at most, where jobs are thin
 
-/* Rows of a kv head that a sequence of packed queries has at most, to be this kernel's. */
+/* Rows of a kv head that a sequence of packed queries has at most, to be serve_sm90's. */
 __host__ __device__ constexpr int sequence_rows(int head_dim) { return head_dim > kThinColumns ? kFewRows : kThinRows; }
 
 /* Whether jobs of a sequence that has `rows` are thin, in an instance of `columns`. */

@@ -19,13 +19,13 @@ static_assert(kChunkKeys % kTileKeys == 0 && kThinChunkKeys % kThinKeys == 0);
 /* A block has 4 warps, each with a ring of tiles of its own. Rows are the columns of the products (S^T = K Q^T, O^T =
  * V^T P^T), so that few rows waste little of them: 8 fill a tile. Of a thin job the block is one warpgroup.
  *
- * Plain: for calls without positions, ranges of keys, ALiBi and softcap, whose keys TMA brings. Thin: jobs may be. A
- * short launch runs all of its code once, from memory: such kernels have less of it. */
-template <class T_, int Columns, bool Plain = false, bool Thin = Columns <= kThinColumns> struct Config {
+ * Plain: for calls without thin jobs, positions, ranges of keys, ALiBi and softcap, whose keys TMA brings. A short
+ * launch runs all of its code once, from memory: such kernels have less of it. */
+template <class T_, int Columns, bool Plain = false> struct Config {
     using T = T_;
     static constexpr int kColumns = Columns; // head_dim, zero-padded
     static constexpr bool kPlain = Plain;
-    static constexpr bool kThin = Thin;
+    static constexpr bool kThin = !Plain && Columns <= kThinColumns;
     static constexpr int kJobRows = kThin ? kThinRows : kFewRows; // of a job, at most
     static constexpr int kWarps = 4, kThreads = kWarps * 32;
     static constexpr int kSlabBytes = kTileKeys * 128;

@@ -44,9 +44,9 @@ template <class C> fa_code launch_both(const Params &params, const Own &own, con
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
 }
 
-/* All, or of few rows alone; see Config. Lists and short sequences have no plain kernels, which would take half as long
+/* All, or plain; see Config. Lists and short sequences have no plain kernels, which would take half as long
  * again to compile. */
-template <class All, class Few> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
+template <class All, class Plain> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
     if (params.listed.list)
         return launch_kernel(serve_listed_kernel<All>, dim3(static_cast<unsigned>(own.blocks)), All::kThreads,
                              Shared<All>::bytes(), params, launch);
@@ -54,8 +54,8 @@ template <class All, class Few> fa_code launch_shape(const Params &params, const
         const dim3 blocks(static_cast<unsigned>((params.jobs + All::kWarps - 1) / All::kWarps));
         return launch_kernel(serve_short_kernel<All>, blocks, All::kThreads, Shared<All>::bytes(), params, launch);
     }
-    const bool few = is_plain(params) && !own.thin && (own.by_number || !params.call.s.q.starts);
-    return few ? launch_both<Few>(params, own, launch) : launch_both<All>(params, own, launch);
+    const bool plain = is_plain(params) && !own.thin && (own.by_number || !params.call.s.q.starts);
+    return plain ? launch_both<Plain>(params, own, launch) : launch_both<All>(params, own, launch);
 }
 
 } // namespace
@@ -63,7 +63,7 @@ template <class All, class Few> fa_code launch_shape(const Params &params, const
 #define FA_DEFINE(name, columns, T)                                                                                    \
     extern "C" Launch name;                                                                                            \
     fa_code name(const Params &params, const Own &own, const fa_launch &launch) {                                      \
-        return launch_shape<Config<T, columns>, Config<T, columns, true, false>>(params, own, launch);                 \
+        return launch_shape<Config<T, columns>, Config<T, columns, true>>(params, own, launch);                        \
     }
 FA_INSTANCES(FA_DEFINE)
 

@@ -17,7 +17,7 @@ struct SharedListed {
     Record of;        // of the unit
     int head, part;   // of it
     Job job;          // of which the unit is a part
-    uint32_t next[2]; // units, by turns
+    uint32_t next[2]; // units, by turns: a thread that reads one has passed the barrier behind the other
     uint32_t arrived; // before this block
 };
 
@@ -61,7 +61,9 @@ __device__ __forceinline__ Job listed_job(const Params &params, const Record &of
     return job;
 }
 
-/* The barriers of a unit are used no more. Those of a warp, behind its last wait; of a block, behind that of all. */
+/* The barriers of a unit are used no more: those of a warp behind its last wait, of a block behind that of all. Every
+ * unit sets them up anew, so that what load.cuh and thin_load.cuh say of phases holds within a unit, and nobody waits
+ * for a phase of the unit before. */
 template <class C> __device__ __forceinline__ void retire(Shared<C> &shared, bool thin) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (!thin) {

@@ -4,7 +4,7 @@
  * kv head of a sequence (job.cuh). Where it has up to 8 rows, each of their warps takes chunks of 64 * 2^e keys, which
  * it brings to its own ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in
  * workspace. Where it has more (few_rows.cuh), a block takes chunks of 256 * 2^e keys by wgmma (thin_load.cuh,
- * thin.cuh). In calls of packed_sm90 that have more than few sequences, blocks that stay take the jobs of a list
+ * thin.cuh). In larger calls of packed_sm90 blocks that stay take the jobs of a list
  * (listed.cuh). States are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on who
  * computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
  *
@@ -206,7 +206,7 @@ fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_
     const int64_t keys = keys_at_most(problem, queries), sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     const bool thin = own.thin = is_thin(most, form.columns);
     share(problem, form, sms, keys, thin, own);
-    if (how == Jobs::listed) own.parts = 2; // or any other number
+    if (how == Jobs::listed) own.parts = 2; // several blocks may share a job, so that it has room for all its states
     size_states(problem, form, most, keys, thin, own);
     // So short a sequence leaves most warps of a block without work, and has one state: of one chunk all but one, so
     // that few jobs go without workspace, too.

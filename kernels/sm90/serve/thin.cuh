@@ -74,7 +74,7 @@ template <class C> struct ThinChunk {
                                                  uint64_t valid) {
         constexpr int kScores = kThinKeys / 2;
         const int lane_column = 2 * (threadIdx.x % 4);
-        if (!C::kPlain && params.score.cap_log2 > 0) {
+        if (params.score.cap_log2 > 0) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
                 s[i] = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(s[i], params.score.scale_cap)));
@@ -82,7 +82,7 @@ template <class C> struct ThinChunk {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) s[i] = round_score(s[i], params.score.scale_log2);
         }
-        if (!C::kPlain && params.call.alibi.data) {
+        if (params.call.alibi.data) {
             const LaneRow own[2] = {rows.own[0], rows.own[8]};
 #pragma unroll
             for (int i = 0; i < kScores; ++i)
