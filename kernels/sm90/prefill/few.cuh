@@ -33,11 +33,29 @@ __device__ __forceinline__ fa_span few_span(const Call &call, const Record &r) {
     return {e.key_begin, e.key_end > e.key_begin ? e.key_end : e.key_begin};
 }
 
-/* Of all sequences of few rows. */
-struct FewFound {
+/* Of all sequences. */
+struct Found {
+    unsigned long long tile_keys; // of all tiles
+    // Of the sequences of few rows:
     unsigned long long keys; // of a kv head
     int longest, sequences;
     int slots; // taken
+
+    /* Becomes the sum of what the threads have found; it is in shared memory, and 0. By the block. */
+    __device__ __forceinline__ void gather(Found mine) {
+#pragma unroll
+        for (int by = 16; by; by /= 2) {
+            mine.tile_keys += __shfl_xor_sync(~0u, mine.tile_keys, by);
+            mine.keys += __shfl_xor_sync(~0u, mine.keys, by);
+            mine.sequences += __shfl_xor_sync(~0u, mine.sequences, by);
+        }
+        mine.longest = __reduce_max_sync(~0u, mine.longest);
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&tile_keys, mine.tile_keys), atomicAdd(&keys, mine.keys);
+            atomicAdd(&sequences, mine.sequences), atomicMax(&longest, mine.longest);
+        }
+        __syncthreads();
+    }
 };
 
 /* How the work on them is shared. */
@@ -48,21 +66,10 @@ struct FewShare {
 
     /* Where lengths differ a block is to have no more than half of what all of them have on average, so that those who
      * end early find something short; where they are alike, as much as leaves few of the blocks idle, since every kv
-     * head that is shared costs a fold. `all` is in shared memory, and 0. By the block. */
-    static __device__ __forceinline__ FewShare of(const Call &call, FewFound &all, FewFound mine) {
+     * head that is shared costs a fold. */
+    static __device__ __forceinline__ FewShare of(const Call &call, const Found &all) {
         constexpr int64_t kLeastKeys = 512;
         constexpr int kBriefJobs = 2; // a block, at least, so that its warps need not work together
-#pragma unroll
-        for (int by = 16; by; by /= 2) {
-            mine.keys += __shfl_xor_sync(~0u, mine.keys, by);
-            mine.sequences += __shfl_xor_sync(~0u, mine.sequences, by);
-        }
-        mine.longest = __reduce_max_sync(~0u, mine.longest);
-        if (threadIdx.x % 32 == 0) {
-            atomicAdd(&all.keys, mine.keys), atomicAdd(&all.sequences, mine.sequences);
-            atomicMax(&all.longest, mine.longest);
-        }
-        __syncthreads();
         const int64_t mean = max(static_cast<int64_t>(all.keys * call.heads_kv / call.few.blocks), kLeastKeys);
         const bool alike = int64_t(all.longest) * all.sequences * 2 <= static_cast<int64_t>(all.keys) * 3;
         FewShare share;
@@ -73,7 +80,7 @@ struct FewShare {
     }
 
     /* Lets blocks share each kv head of a sequence that one block would have for too long. */
-    __device__ __forceinline__ void cut(const Call &call, FewFound &all, Record &r) const {
+    __device__ __forceinline__ void cut(const Call &call, Found &all, Record &r) const {
         constexpr int kFewestChunks = 4; // of a block, a warp each
         const fa_span span = few_span(call, r);
         if (span.end - span.begin <= kAlone * keys) return;

@@ -17,7 +17,8 @@ struct Own {
     int tile_m, tile_n;
     int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
     bool staged;
-    int slots; // for states of chunks
+    int slots;  // for states of chunks
+    int blocks; // of the main kernel
 };
 
 /* For packed_sm90, too: the plan, and the launches of the list and of the tiles. */

@@ -6,9 +6,9 @@
  * sections whose keys and values fit in L2, each section from its last tile of queries, the longest of a causal call,
  * to its first.
  *
- * Sequences of few units and many keys are cut into chunks, each a unit of its own with a state in workspace as long as
- * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order:
- * the bits do not depend on that room.
+ * Sequences of few units and many keys are cut into chunks. Where their tiles would end after all others, each chunk is
+ * a unit of its own with a state in workspace, as long as there is room for it; else each unit goes through the chunks
+ * of its tile and folds their states in the same order: no bit depends on the other sequences, or on that room.
  *
  * In calls of packed_sm90 sequences of few rows come after all others and have no units here (few.cuh).
  *
@@ -47,9 +47,10 @@ __device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units)
     const fa_entry e = entry_of(call, r);
     fa_span seen = {e.key_begin, e.key_end};
     if (!e.positions) seen = fa_tile_keys(&e, call.left, call.right, e.diagonal, e.seq_q - 1 + e.diagonal);
-    const int64_t keys = seen.end - seen.begin, most = min(int64_t(kSplitTarget / units), keys / kChunk);
-    if (keys <= kSplitKeys) return;
-    int64_t chunk = kChunk;
+    const int64_t keys = seen.end - seen.begin;
+    int64_t chunk = units > kManyUnits ? kManyChunk : kChunk;
+    const int64_t most = min(int64_t(kSplitTarget / units), keys / chunk);
+    if (most < 2) return;
 #pragma unroll 1
     while (chunk * most < keys) chunk *= 2;
     r.chunk = static_cast<int>(chunk), r.first_chunk = static_cast<int>(seen.begin / chunk);
@@ -88,7 +89,7 @@ __device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q
 
 /* Meets the thread's sequences; what it found of those of few rows. By the block, since packed sequences begin where
  * those before end. */
-__device__ __forceinline__ FewFound meet_all(const Call &call, Mine &mine, int *scratch) {
+__device__ __forceinline__ Found meet_all(const Call &call, Mine &mine, int *scratch) {
     const fa_sequences &s = call.s;
     const bool drafts = mine.each > 1;
     // Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
@@ -107,7 +108,7 @@ __device__ __forceinline__ FewFound meet_all(const Call &call, Mine &mine, int *
         const int before[2] = {scan_before(highest[0], scratch, larger), scan_before(highest[1], scratch, larger)};
         if (threadIdx.x > 0) begin[0] = before[0], begin[1] = before[1];
     }
-    FewFound met = {};
+    Found met = {};
 #pragma unroll 1
     for (int b = mine.first; b < mine.last; ++b) {
         if (drafts) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
@@ -115,6 +116,7 @@ __device__ __forceinline__ FewFound meet_all(const Call &call, Mine &mine, int *
         const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
         begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
         mine.kept = meet(call, b, q, k);
+        met.tile_keys += uint64_t(units_of(call, mine.kept)) * tile_keys(call, mine.kept);
         if (is_few(call, mine.kept)) {
             const fa_span span = few_span(call, mine.kept);
             const int keys = static_cast<int>(span.end - span.begin);
@@ -130,22 +132,23 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     __shared__ int scratch[kListThreads / 32];
     __shared__ unsigned long long place[2 * kClasses]; // sequences and, in the low half, units before the next of a
                                                        // class
-    __shared__ FewFound few;
+    __shared__ Found found;
     const int threads = blockDim.x, batch = static_cast<int>(call.batch);
     Mine mine;
     mine.each = (batch + threads - 1) / threads;
     mine.first = min(static_cast<int>(threadIdx.x) * mine.each, batch), mine.last = min(mine.first + mine.each, batch);
 #pragma unroll 1
     for (int n = threadIdx.x; n < 2 * kClasses; n += threads) place[n] = 0;
-    if (threadIdx.x == 0) few = {};
+    if (threadIdx.x == 0) found = {};
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
 #pragma unroll 1
     for (int b = mine.first; b < mine.last; ++b) prefetch_lengths(call.s, b);
-    const FewFound met = meet_all(call, mine, scratch);
+    const Found met = meet_all(call, mine, scratch);
     __syncthreads();
-    const FewShare share = call.few.rows ? FewShare::of(call, few, met) : FewShare{0, 1, 0};
-    put_in_order(call, mine, share, few, place, scratch);
+    found.gather(met);
+    const FewShare share = call.few.rows ? FewShare::of(call, found) : FewShare{0, 1, 0};
+    put_in_order(call, mine, share, found, place, scratch);
     if (call.few.rows) __threadfence(); // serve_listed_kernel reads the list without waiting for it
 }
 

@@ -32,11 +32,19 @@ __device__ __forceinline__ uint32_t units_of(const Call &call, const Record &r) 
     return r.tiles * tile_heads(call, packs(call, r.seq_q));
 }
 
-/* By the keys of its longest tile, the longest last; 0: no units. */
+/* Of its longest tile. */
+__device__ __forceinline__ int64_t tile_keys(const Call &call, const Record &r) {
+    return min(int64_t(max(r.key_end - r.key_begin, 0)), call.left + call.right + call.tile_m);
+}
+
+/* The longest last; 0: no units. */
 __device__ __forceinline__ int class_of(const Call &call, const Record &r, uint32_t units) {
-    if (!units) return 0;
-    const int64_t window = call.left + call.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
-    return kClasses + class_of_keys(128 + min(keys, window));
+    return units ? kClasses + class_of_keys(128 + tile_keys(call, r)) : 0;
+}
+
+/* Whether the chunks of a tile are units of their own: where it has a third more keys than a block has of all tiles. */
+__device__ __forceinline__ bool is_apart(const Call &call, const Found &found, const Record &r) {
+    return r.chunks && static_cast<uint64_t>(tile_keys(call, r)) * 3 * call.blocks > found.tile_keys * 4;
 }
 
 /* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
@@ -110,7 +118,7 @@ __device__ __forceinline__ unsigned long long take_places(unsigned long long *pl
 
 /* Writes the records in their order: slots are counted, then units of each class, then records are written; by whole
  * warps, of which some threads have no sequence. A loop, since a launch runs this code once, from memory. */
-__device__ __forceinline__ void put_in_order(const Call &call, Mine &mine, const FewShare &share, FewFound &few,
+__device__ __forceinline__ void put_in_order(const Call &call, Mine &mine, const FewShare &share, Found &found,
                                              unsigned long long (&place)[2 * kClasses], int *scratch) {
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
@@ -125,7 +133,7 @@ __device__ __forceinline__ void put_in_order(const Call &call, Mine &mine, const
             turn.few = turn.has && is_few(call, record);
             if (turn.few) {
                 if (pass == 1) {
-                    share.cut(call, few, record);
+                    share.cut(call, found, record);
                     mine.kept = record;
                     if (mine.each > 1) *call.workspace.draft(record.b) = record;
                 }
@@ -133,10 +141,11 @@ __device__ __forceinline__ void put_in_order(const Call &call, Mine &mine, const
             } else if (turn.has) {
                 turn.units = units_of(call, record), turn.of = class_of(call, record, turn.units);
                 const int needs = static_cast<int>(turn.units) * record.chunks;
-                record.slot = slots + needs <= call.workspace.slots ? slots : -1;
-                slots = min(slots + needs, kEnough);
-                if (record.chunks && record.slot >= 0) turn.units *= record.chunks;
-                if (pass == 1 && record.chunks && record.slot >= 0)
+                const bool apart = is_apart(call, found, record) && slots + needs <= call.workspace.slots;
+                record.slot = apart ? slots : -1;
+                if (is_apart(call, found, record)) slots = min(slots + needs, kEnough);
+                if (apart) turn.units *= record.chunks;
+                if (pass == 1 && apart)
 #pragma unroll 1
                     for (int at = 0; at < needs; at += record.chunks) *call.workspace.left(record.slot + at) = {};
             }

@@ -104,7 +104,7 @@ fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_
     // Room for the chunks of eight sequences; where FA_EXT_WORKSPACE_MB leaves less, the other units are longer.
     constexpr int kSplitSequences = 8;
     Workspace workspace = {nullptr, p.batch, 0, state_bytes(own.tile_m, own.columns)};
-    if (p.seq_k > kSplitKeys)
+    if (p.seq_k >= 2 * kChunk)
         workspace.slots = std::min<int64_t>(kSplitSequences, p.batch) * (kSplitTarget + kSplitUnits);
     const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads + workspace.slots; // more than there can be
     plan->blocks = std::max<int64_t>(1, std::min<int64_t>(device->sm_count, units));
@@ -112,6 +112,7 @@ fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_
     while (workspace.slots > 1 && workspace.bytes(plan->blocks) > int64_t(device->workspace_limit))
         workspace.slots /= 2;
     own.slots = static_cast<int>(workspace.slots);
+    own.blocks = static_cast<int>(plan->blocks);
     plan->workspace_bytes = workspace.bytes(plan->blocks);
     const int64_t slabs = (own.columns + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
@@ -193,6 +194,7 @@ static Call call_of(const fa_problem *problem, const Own &own, const FewRows &fe
         .group_queries = std::max(64 / group, 1),
         .store_queries = group <= 16 && 16 % group == 0 ? 16 / group : 0,
         .tile_m = own.tile_m,
+        .blocks = own.blocks,
         .few = few,
     };
     if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;

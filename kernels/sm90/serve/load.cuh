@@ -51,6 +51,8 @@ static __device__ __noinline__ void copy_rows(const char *base, int64_t offset, 
     cp_async_arrive(barrier);
 }
 
+constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
+
 /* Where a key lies; batch below 0, or of a page that there is not: nowhere. */
 struct Place {
     int batch, row;
@@ -76,7 +78,6 @@ template <int Slabs, int SlabBytes>
 __device__ __forceinline__ void ask_boxes(const Params &params, const Job &job, const CUtensorMap &map,
                                           const fa_operand &x, uint64_t *full, char *to, const Place &place,
                                           uint32_t all) {
-    constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
     // The first key of a box that exists, and its box's first row.
     const int lane = static_cast<int>(threadIdx.x % 32), keys = params.boxes, first = lane & -keys;
     const uint32_t box = (all >> first) & (keys == 32 ? ~0u : (1u << keys) - 1);

@@ -213,6 +213,11 @@ template <class C> struct ThinChunk {
     }
 };
 
+/* The same in every thread, for the compiler too: it keeps what follows from it in registers of the warp, where the
+ * products and TMA want addresses. */
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ Tiles uniform(const Tiles &x) { return {uniform(x.next), uniform(x.end)}; }
+
 /* Works out a chunk, whose first tiles are on their way. */
 template <class C>
 __device__ __forceinline__ void attend_thin_chunk(const Params &params, const Job &job, ThinRing<C> &ring,
@@ -221,7 +226,7 @@ __device__ __forceinline__ void attend_thin_chunk(const Params &params, const Jo
                                                   bool &any, ThinChunk<C> &chunk, int k) {
     using T = typename C::T;
     using S = Thin<C>;
-    const Tiles tiles = job.tiles(k, k + 1, kThinKeysLog2);
+    const Tiles tiles = uniform(job.tiles(k, k + 1, kThinKeysLog2));
     chunk.clear(kNoShift);
 #pragma unroll 1
     for (int tile = tiles.next; tile < tiles.end; ++tile) {
@@ -275,6 +280,7 @@ __device__ __forceinline__ void attend_thin(const Params &params, const Job &job
     bool folds = false;
     typename ThinRing<C>::State at(0), values(0);
     bool any = false;
+    begin = uniform(begin), end = uniform(end), queries = uniform(static_cast<int>(queries));
     const auto close_group = [&] {
         if (folds) group.join(slots, 0);
         if (!whole) group.leave(slots, opened - job.first);
@@ -305,7 +311,12 @@ __device__ __forceinline__ void thin_part(const Params &params, const Job &found
     if (threadIdx.x == 0) shared.job = found;
     __syncthreads();
     const Job &job = shared.job;
-    ThinRing<C> ring{params, job, ring_memory, shared, job.tiles(begin, end, kThinKeysLog2)};
+    ThinRing<C> ring{params,
+                     job,
+                     ring_memory,
+                     shared,
+                     uniform(job.tiles(begin, end, kThinKeysLog2)),
+                     uniform(static_cast<int>(threadIdx.x / 32))};
     char *queries = ring_memory + Thin<C>::kRingBytes;
     ring.init();
     if (!params.call.s.given) dependency_wait();
