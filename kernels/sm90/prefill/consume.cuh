@@ -75,14 +75,22 @@ __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, c
     const Workspace &workspace = params.call.workspace;
     const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
     const bool has_rows = uniform(own_row(0)) < tile.part[wg].rows; // of the warp's 16
-    float4 *const own = workspace.state(uniform(tile.slot));
-    float4 *const so_far = first_slot < 0 ? own : workspace.state(first_slot);
+    State<C> own = State<C>::of(workspace.state(uniform(tile.slot)), wg), so_far = own;
+    if (first_slot >= 0) so_far = State<C>::of(workspace.state(first_slot), wg);
+    if (C::kStaged && first_slot < 0) { // a fold waits less for shared memory
+        static_assert(!C::kStaged || State<C>::kHalf * 512 <= sizeof smem.out[0][0]);
+        own.low = reinterpret_cast<float4 *>(smem.out[wg][threadIdx.x / 32 % 4]) + threadIdx.x % 32;
+        so_far = own;
+        if (threadIdx.x % 32 == 0) tma_store_wait_read(); // of the rows that were staged there
+        __syncwarp();
+    }
     bool folds = uniform(tile.folds), ends = uniform(tile.ends);
 #pragma unroll 1
     for (int chunk = 1;; ++chunk) {
-        if (folds && has_rows) fold_with<C>(so_far, wg, softmax, out, params.score_factor);
+        if (folds && has_rows) fold_with(so_far, softmax, out, params.score_factor);
         if (ends) return true;
-        if (has_rows) leave_state<C>(chunk == 1 ? own : so_far, wg, softmax, out);
+        if (has_rows) leave_state(own, softmax, out);
+        own = so_far;
         if (first_slot < 0) return false;
         if (chunk == 1) {
             __threadfence();
@@ -96,7 +104,7 @@ __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, c
             if (has_rows) fold_chunks<C>(workspace, first_slot, chunks, wg, softmax, out, params.score_factor);
             return true;
         } else {
-            if (has_rows) take_state<C>(workspace.state(first_slot + chunk), wg, softmax, out);
+            if (has_rows) take_state(State<C>::of(workspace.state(first_slot + chunk), wg), softmax, out);
             folds = true, ends = chunk + 1 == chunks;
         }
     }

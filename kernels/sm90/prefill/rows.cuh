@@ -25,50 +25,57 @@ __device__ __forceinline__ RowPlace row_place(const Call &call, const Tile &tile
 /* Which of the warpgroup's rows this thread's row r is. */
 __device__ __forceinline__ int own_row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
 
-/* Where this thread's accumulators of a state lie, 128 float4 apart, and its rows' maximum and sum. */
-template <class C> __device__ __forceinline__ float4 *own_quads(float4 *state, int wg) {
-    return state + wg * (C::kHeadDim / 8) * 128 + threadIdx.x % 128;
-}
-template <class C> __device__ __forceinline__ float2 *own_sums(float4 *state, int wg, int r) {
-    return reinterpret_cast<float2 *>(state + C::kTileM * C::kHeadDim / 4) + wg * 64 + own_row(r);
-}
+/* Where a thread's part of a state lies: two halves of its accumulators, float4 that are 32 apart, and the maximum and
+ * sum of its rows. All of it lies in a slot of workspace, or one half where the warp stages its rows. */
+template <class C> struct State {
+    static constexpr int kHalf = C::kHeadDim / 16; // float4 of a thread
+    static_assert(C::kHeadDim % 16 == 0);
+    float4 *low, *high;
+    float2 *sums;
+
+    static __device__ __forceinline__ State of(float4 *slot, int wg) {
+        float4 *const own = slot + (wg * 4 + threadIdx.x % 128 / 32) * (2 * kHalf * 32) + threadIdx.x % 32;
+        float2 *const sums = reinterpret_cast<float2 *>(slot + C::kTileM * C::kHeadDim / 4);
+        return {own, own + kHalf * 32, sums + wg * 64};
+    }
+    __device__ __forceinline__ float4 &quad(int n) const { return (n < kHalf ? low : high)[n % kHalf * 32]; }
+    __device__ __forceinline__ float2 &sum(int r) const { return sums[own_row(r)]; }
+};
 template <class C>
 inline constexpr int64_t kStateBytes = int64_t(C::kTileM) * (C::kHeadDim * sizeof(float) + sizeof(float2));
 
 /* A row without keys leaves 0, whatever its accumulators hold. */
 template <class C>
-__device__ __forceinline__ void leave_state(float4 *state, int wg, const OnlineSoftmax &softmax,
+__device__ __forceinline__ void leave_state(const State<C> &state, const OnlineSoftmax &softmax,
                                             const float (&out)[C::kHeadDim / 2]) {
     float sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         sum[r] = quad_sum(softmax.sum[r]);
-        if (threadIdx.x % 4 == 0) *own_sums<C>(state, wg, r) = make_float2(softmax.maximum[r], sum[r]);
+        if (threadIdx.x % 4 == 0) state.sum(r) = make_float2(softmax.maximum[r], sum[r]);
     }
     __syncwarp(); // the next chunk's fold reads what one lane of four wrote
-    float4 *to = own_quads<C>(state, wg);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float *x = &out[4 * n];
-        to[128 * n] = make_float4(sum[0] == 0.0f ? 0.0f : x[0], sum[0] == 0.0f ? 0.0f : x[1],
+        state.quad(n) = make_float4(sum[0] == 0.0f ? 0.0f : x[0], sum[0] == 0.0f ? 0.0f : x[1],
                                   sum[1] == 0.0f ? 0.0f : x[2], sum[1] == 0.0f ? 0.0f : x[3]);
     }
 }
 
 /* A state, to registers. */
 template <class C>
-__device__ __forceinline__ void take_state(float4 *state, int wg, OnlineSoftmax &softmax,
+__device__ __forceinline__ void take_state(const State<C> &state, OnlineSoftmax &softmax,
                                            float (&out)[C::kHeadDim / 2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float2 x = *own_sums<C>(state, wg, r);
+        const float2 x = state.sum(r);
         softmax.maximum[r] = x.x;
         softmax.sum[r] = threadIdx.x % 4 == 0 ? x.y : 0.0f; // quad_sum() gives the row's
     }
-    const float4 *from = own_quads<C>(state, wg);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
-        const float4 x = from[128 * n];
+        const float4 x = state.quad(n);
         out[4 * n] = x.x, out[4 * n + 1] = x.y, out[4 * n + 2] = x.z, out[4 * n + 3] = x.w;
     }
 }
@@ -104,22 +111,21 @@ __device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, Onl
     }
 }
 template <class C>
-__device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2],
+__device__ __forceinline__ void fold_with(const State<C> &state, OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2],
                                           float factor) {
-    fold<C>([&](int r) { return *own_sums<C>(state, wg, r); }, [&](int n) { return own_quads<C>(state, wg)[128 * n]; },
-            softmax, out, factor);
+    fold<C>([&](int r) { return state.sum(r); }, [&](int n) { return state.quad(n); }, softmax, out, factor);
 }
 
 /* Folds the states of `chunks` slots, two or more, from the first to the last, in registers. */
 template <class C>
 __device__ __forceinline__ void fold_chunks(const Workspace &workspace, int first_slot, int chunks, int wg,
                                             OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], float factor) {
-    take_state<C>(workspace.state(first_slot), wg, softmax, out);
+    take_state(State<C>::of(workspace.state(first_slot), wg), softmax, out);
 #pragma unroll 1
     for (int chunk = 1; chunk < chunks; ++chunk) {
         OnlineSoftmax added;
         float x[C::kHeadDim / 2];
-        take_state<C>(workspace.state(first_slot + chunk), wg, added, x);
+        take_state(State<C>::of(workspace.state(first_slot + chunk), wg), added, x);
         fold<C>([&](int r) { return make_float2(softmax.maximum[r], quad_sum(softmax.sum[r])); },
                 [&](int n) { return make_float4(out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]); }, added,
                 x, factor);
