@@ -17,8 +17,8 @@ constexpr int kCut = 64; // a tile's blocks of keys end at a multiple of it, cou
 constexpr int kSmallestBox = 8; // keys: what TMA brings of a page at a time, at least
 
 /* Sequences of few units and many keys are cut into chunks of kChunk * 2^e keys at multiples of that, of which there
- * are about kSplitTarget in all units of a sequence: one a multiprocessor. Where there are many units chunks are longer:
- * a fold of a state takes as long as some 500 keys. Constants: part of what a sequence's bits are. */
+ * are about kSplitTarget in all units of a sequence: one a multiprocessor. Where there are many units chunks are
+ * longer: a fold of a state takes as long as some 500 keys. Constants: part of what a sequence's bits are. */
 constexpr int kSplitUnits = 64, kSplitTarget = 132, kChunk = 1024, kManyUnits = 16, kManyChunk = 2048;
 
 constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing

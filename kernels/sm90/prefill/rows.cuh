@@ -59,7 +59,7 @@ __device__ __forceinline__ void leave_state(const State<C> &state, const OnlineS
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
         const float *x = &out[4 * n];
         state.quad(n) = make_float4(sum[0] == 0.0f ? 0.0f : x[0], sum[0] == 0.0f ? 0.0f : x[1],
-                                  sum[1] == 0.0f ? 0.0f : x[2], sum[1] == 0.0f ? 0.0f : x[3]);
+                                    sum[1] == 0.0f ? 0.0f : x[2], sum[1] == 0.0f ? 0.0f : x[3]);
     }
 }
 
