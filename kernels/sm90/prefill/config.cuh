@@ -48,7 +48,9 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr int kHeadDim = HeadDim, kConsumers = kTiling.consumers, kTileM = 64 * kConsumers,
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kSoftcap = Kind == kCapped, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
-                          kStaged = kTiling.staged, kHalfTiles = kTileN == 2 * kCut;
+                          kStaged = kTiling.staged, kHalfTiles = kTileN == 2 * kCut,
+                          kKeepsHalf = kStaged && !kSoftcap; // of the state of a unit of several chunks, where rows are
+                                                             // staged; registers lack for it where scores are capped
     // A block is launched with what 64 Ki registers allow each thread, a multiple of 8, and shares that out anew.
     static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;

@@ -77,8 +77,8 @@ __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, c
     const bool has_rows = uniform(own_row(0)) < tile.part[wg].rows; // of the warp's 16
     State<C> own = State<C>::of(workspace.state(uniform(tile.slot)), wg), so_far = own;
     if (first_slot >= 0) so_far = State<C>::of(workspace.state(first_slot), wg);
-    if (C::kStaged && first_slot < 0) { // a fold waits less for shared memory
-        static_assert(!C::kStaged || State<C>::kHalf * 512 <= sizeof smem.out[0][0]);
+    if (C::kKeepsHalf && first_slot < 0) { // a fold waits less for shared memory
+        static_assert(!C::kKeepsHalf || State<C>::kHalf * 512 <= sizeof smem.out[0][0]);
         own.low = reinterpret_cast<float4 *>(smem.out[wg][threadIdx.x / 32 % 4]) + threadIdx.x % 32;
         so_far = own;
         if (threadIdx.x % 32 == 0) tma_store_wait_read(); // of the rows that were staged there

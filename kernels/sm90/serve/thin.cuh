@@ -25,7 +25,7 @@ template <class C> __device__ __forceinline__ void load_thin_queries(const Param
     using T = typename C::T;
     constexpr int kPieces = C::kColumns / 8; // 16 bytes of a row
     const AttentionParams &p = params.call.p;
-#pragma unroll 8
+#pragma unroll 4
     for (int n = threadIdx.x; n < kThinRows * kPieces; n += C::kThreads) {
         const int row = n / kPieces, piece = n % kPieces;
         uint4 x = make_uint4(0, 0, 0, 0);
