@@ -109,14 +109,14 @@ __device__ __forceinline__ void write_chunk(const Params &params, const Job &job
     }
 }
 
-/* States of two rows, and one column of what was accumulated. */
+/* States of two rows, and two columns of what was accumulated: each of both rows. */
 struct Part {
-    float2 value;
+    float4 value;
     float4 state; // maximum, sum of each row
 };
 
 struct PartPlace {
-    const float2 *value;
+    const float4 *value;
     const float4 *state;
 
     __device__ __forceinline__ Part read() const { return {*value, *state}; }
@@ -126,12 +126,14 @@ __device__ __forceinline__ Part fold_parts(const Part &to, const Part &x) {
     RowState a, b;
     a.maximum = to.state.x, a.sum = to.state.y, b.maximum = to.state.z, b.sum = to.state.w;
     const Factors f = fold_state(a, x.state.x, x.state.y), g = fold_state(b, x.state.z, x.state.w);
-    return {make_float2(fold_value(to.value.x, x.value.x, f), fold_value(to.value.y, x.value.y, g)),
+    return {make_float4(fold_value(to.value.x, x.value.x, f), fold_value(to.value.y, x.value.y, g),
+                        fold_value(to.value.z, x.value.z, f), fold_value(to.value.w, x.value.w, g)),
             make_float4(a.maximum, a.sum, b.maximum, b.sum)};
 }
 
 constexpr int kAtOnce = 8;      // states that a thread reads before it folds them
-constexpr int kFoldParts = 512; // groups of columns that are folded side by side
+constexpr int kFoldParts = 512; // groups of two columns that are folded side by side
+constexpr int kFoldItems = 4;   // pairs of columns of a unit
 
 /* The states of a job in their order: twice the slot, plus 1 if the state begins a group. */
 struct StateList {
@@ -180,7 +182,7 @@ __device__ __forceinline__ Part fold_group(const StateList &list, int from, int 
 /* Folds all the states of a list. */
 template <class Find> __device__ __forceinline__ Part fold_list(const StateList &list, Find &&find) {
     Part total, group;
-    total.value = make_float2(0.0f, 0.0f), total.state = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
+    total.value = make_float4(0.0f, 0.0f, 0.0f, 0.0f), total.state = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
     group = total;
     bool has_total = false;
 #pragma unroll 1
@@ -214,11 +216,12 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
                                          const Shares &shares, const StateList &list, int first_unit, int last_unit,
                                          Part *parts, Wait &&wait) {
     const int pairs = slots.pairs, groups = shares.groups();
-    const int items = (last_unit - first_unit) * pairs * 8;
+    const int items = (last_unit - first_unit) * pairs * kFoldItems;
     const auto find_at = [&](int item) {
-        const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs;
-        return [&slots, unit, pair, column = item % 8](int slot) {
-            return PartPlace{slots.value(slot, unit, pair) + column, slots.state(slot, pair)};
+        const int unit = first_unit + item / kFoldItems / pairs, pair = item / kFoldItems % pairs;
+        return [&slots, unit, pair, columns = item % kFoldItems](int slot) {
+            return PartPlace{reinterpret_cast<const float4 *>(slots.value(slot, unit, pair)) + columns,
+                             slots.state(slot, pair)};
         };
     };
     // Where threads are left over, groups side by side, then what they make.
@@ -239,7 +242,8 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
         } else {
             part = fold_list(list, find_at(item));
         }
-        const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs, column = unit * 8 + item % 8;
+        const int unit = first_unit + item / kFoldItems / pairs, pair = item / kFoldItems % pairs,
+                  column = unit * 8 + item % kFoldItems * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int index = job.row_of_pair(pair, r);
@@ -249,8 +253,9 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
             state.maximum = r ? part.state.z : part.state.x, state.sum = r ? part.state.w : part.state.y;
             const RowResult result = finish(params, row, state);
             if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
-            store_out<typename C::T>(params, row_out<typename C::T>(params, job, row), column,
-                                     scaled(r ? part.value.y : part.value.x, result));
+            store_two<typename C::T>(params, row_out<typename C::T>(params, job, row), column,
+                                     scaled(r ? part.value.y : part.value.x, result),
+                                     scaled(r ? part.value.w : part.value.z, result));
         }
     }
 }

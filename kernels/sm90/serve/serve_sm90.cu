@@ -153,11 +153,11 @@ static void size_states(const fa_problem *problem, const Form &form, int64_t row
 /* Blocks that fold a job: as many as there is room for, and enough for each to fold the groups of its columns side by
  * side where it has threads left over (fold_job). State after state, 94 of them are 12 reads of memory in a row. */
 static int fold_parts_of(const Form &form, const Own &own, int64_t sms) {
-    constexpr int64_t kThinBlocks = 4; // of jobs of many rows, on a multiprocessor
+    constexpr int64_t kBlocksPerSm = 4;
     const int64_t units = form.columns / 8, groups = std::max<int64_t>(divide_up(own.slots - 1, kGroup), 1);
-    const int64_t room = own.thin ? kThinBlocks * sms : sms;
-    const int64_t parts = fa_clamp(room / std::max<int64_t>(own.jobs, 1), 1, units), columns = own.pairs * 8 * groups;
-    const int64_t items = divide_up(units, parts) * own.pairs * 8;
+    const int64_t parts = fa_clamp(kBlocksPerSm * sms / std::max<int64_t>(own.jobs, 1), 1, units),
+                  columns = own.pairs * kFoldItems * groups;
+    const int64_t items = divide_up(units, parts) * own.pairs * kFoldItems;
     const bool apart = items >= form.threads || items * groups <= kFoldParts || columns > kFoldParts;
     return static_cast<int>(apart ? parts : divide_up(units, kFoldParts / columns));
 }
