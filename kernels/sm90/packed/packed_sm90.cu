@@ -58,14 +58,21 @@ static fa_answer packed_plan(const fa_problem *problem, const fa_device_info *de
         const fa_answer answer = prefill::plan_call(problem, &half, &tiles, why);
         if (answer != FA_TAKES) return answer;
     }
+    if (own.by_number) {
+        const fa_answer answer = serve::plan_call(problem, device, &few, serve::Jobs::by_number, why);
+        if (answer != FA_TAKES && beyond) return answer;
+        // A list does with less workspace, and is faster than several launches, one after the other.
+        const serve::Own &found = fa_own<serve::Own>(&few);
+        own.by_number = beyond || (answer == FA_TAKES && found.at_once == found.jobs);
+    }
     if (!own.by_number) {
         own.tiles = fa_own<prefill::Own>(&tiles);
         own.tiles_bytes = (static_cast<int64_t>(tiles.workspace_bytes) + 255) / 256 * 256;
         left.workspace_limit -= std::min(left.workspace_limit, static_cast<size_t>(own.tiles_bytes));
+        few = *plan;
+        const fa_answer answer = serve::plan_call(problem, &left, &few, serve::Jobs::listed, why);
+        if (answer != FA_TAKES) return answer;
     }
-    const fa_answer answer =
-        serve::plan_call(problem, &left, &few, own.by_number ? serve::Jobs::by_number : serve::Jobs::listed, why);
-    if (answer != FA_TAKES) return answer;
     own.few = fa_own<serve::Own>(&few);
     if (own.by_number) {
         *plan = few;
