@@ -76,14 +76,15 @@ __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, c
     const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
     const bool has_rows = uniform(own_row(0)) < tile.part[wg].rows; // of the warp's 16
     State<C> own = State<C>::of(workspace.state(uniform(tile.slot)), wg), so_far = own;
-    if (first_slot >= 0) so_far = State<C>::of(workspace.state(first_slot), wg);
-    if (C::kKeepsHalf && first_slot < 0) { // a fold waits less for shared memory
-        static_assert(!C::kKeepsHalf || State<C>::kHalf * 512 <= sizeof smem.out[0][0]);
-        own.low = reinterpret_cast<float4 *>(smem.out[wg][threadIdx.x / 32 % 4]) + threadIdx.x % 32;
-        so_far = own;
+    if constexpr (C::kKeepsHalf) { // a fold waits less for shared memory
+        static_assert(State<C>::kHalf * 512 <= sizeof smem.out[0][0]);
+        float4 *const staged = reinterpret_cast<float4 *>(smem.out[wg][threadIdx.x / 32 % 4]) + threadIdx.x % 32;
         if (threadIdx.x % 32 == 0) tma_store_wait_read(); // of the rows that were staged there
         __syncwarp();
+        own.low = first_slot < 0 ? staged : own.low;
+        so_far = own;
     }
+    if (first_slot >= 0) so_far = State<C>::of(workspace.state(first_slot), wg);
     bool folds = uniform(tile.folds), ends = uniform(tile.ends);
 #pragma unroll 1
     for (int chunk = 1;; ++chunk) {
