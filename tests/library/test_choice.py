@@ -161,8 +161,94 @@ def test_which_kernel_is_chosen(case, chosen):
             assert fa_ext.explain(**inputs, device=described)[0] == wanted, device
 
 
+#: Dense calls of few queries on a Hopper GPU of 132 multiprocessors, on both sides of each limit of sm90/common/dense_choice.cuh.
+FEW_DENSE = [
+    # waves of tiles that prefill_sm90 saves: by the keys, by what the queries see of them, by head_dim
+    ("B8,H28/4,S11x1147,D128,bfloat16", "mma_sm80"),
+    ("B8,H28/4,S11x1148,D128,bfloat16", "prefill_sm90"),
+    ("B8,H28/4,S17x1147,D128,float16", "wgmma_sm90"),
+    ("B8,H28/4,S17x1148,D128,float16", "prefill_sm90"),
+    ("B8,H28/4,S17x2296,D64,bfloat16", "prefill_sm90"),
+    ("B8,H28/4,S17x2295,D64,bfloat16", "wgmma_sm90"),
+    ("B8,H28/4,S17x574,D256,bfloat16", "prefill_sm90"),
+    ("B8,H28/4,S17x573,D256,bfloat16", "wgmma_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,causal=top_left", "mma_sm80"),
+    ("B8,H28/4,S24x19920,D128,bfloat16,causal=bottom_right", "prefill_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,window=1131:none", "prefill_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,window=1130:none", "wgmma_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,sinks=float32", "prefill_sm90"),
+    # by rows of a kv head, by queries, by tiles of them
+    ("B32,H64/8,S8x4096,D128,bfloat16", "mma_sm80"),
+    ("B32,H64/8,S9x4096,D128,bfloat16", "prefill_sm90"),
+    ("B32,H64/8,S48x4096,D128,bfloat16", "prefill_sm90"),
+    ("B32,H64/8,S49x4096,D128,bfloat16", "wgmma_sm90"),
+    ("B32,H64/4,S9x4096,D128,bfloat16", "prefill_sm90"),
+    ("B4,H128/2,S64x8192,D128,bfloat16", "wgmma_sm90"),
+    ("B8,H128/2,S64x8192,D128,bfloat16", "wgmma_sm90"),
+    ("B8,H64/1,S16x8192,D128,bfloat16", "prefill_sm90"),
+    ("B8,H65/1,S16x8192,D128,bfloat16", "mma_sm80"),
+    ("B64,H32,S32x2048,D128,bfloat16", "wgmma_sm90"),
+    # few tiles are wgmma_split_sm90's
+    ("B4,H32/4,S32x8192,D128,bfloat16", "wgmma_split_sm90"),
+    # what prefill_sm90 does not take, and softcap, which was not measured
+    ("B8,H28/4,S17x19920,D128,bfloat16,softcap=30.0", "wgmma_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,dropout=0.1:7", "wgmma_dropout_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,bias=full", "mma_sm80"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,mask=full", "mma_sm80"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,alibi=heads", "mma_sm80"),
+    # as few keys as queries
+    ("B64,H32/8,S64,D128,bfloat16", "mma_sm80"),
+    ("B64,H32/8,S64x65,D128,bfloat16", "wgmma_sm90"),
+    ("B64,H32/8,S65x64,D128,bfloat16", "wgmma_sm90"),
+    ("B64,H32/8,S17x64,D256,float16", "mma_sm80"),
+    ("B64,H32/8,S17x64,D128,bfloat16,causal=bottom_right", "mma_sm80"),
+    ("B64,H32/8,S17x2000,D128,bfloat16,window=47:none", "mma_sm80"),
+    ("B64,H32/8,S17x2000,D128,bfloat16,window=48:none", "wgmma_sm90"),
+    ("B64,H32/8,S64,D128,bfloat16,softcap=30.0", "wgmma_sm90"),
+    ("B64,H32/8,S64,D128,bfloat16,dropout=0.1:7", "wgmma_dropout_sm90"),
+]
+
+
+@pytest.mark.parametrize("case, chosen", FEW_DENSE)
+def test_which_kernel_is_chosen_for_few_queries_of_a_dense_call(case, chosen):
+    if chosen not in CUDA:
+        pytest.skip(f"this build has no {chosen}")
+    assert fa_ext.explain(**shapes_only(Case.parse(case)), device=DEVICES["h200"])[0] == chosen
+
+
+@pytest.mark.parametrize("case", [case for case, _ in FEW_DENSE if Case.parse(case).seq_q > 16])
+def test_wgmma_sm90_leaves_to_prefill_sm90_what_that_takes_and_nothing_else(case):
+    answers = _core.answers(**shapes_only(Case.parse(case)), device=DEVICES["h200"])
+    if {"wgmma_sm90", "prefill_sm90"} <= set(CUDA) and answers["wgmma_sm90"][0] != "refuses":
+        assert ("slower here than prefill_sm90" in answers["wgmma_sm90"][1]) == (answers["prefill_sm90"][0] == "takes")
+
+
+@pytest.mark.parametrize(
+    "case, chosen, reason",
+    [
+        ("B8,H28/4,S11x19920,D128,bfloat16", "mma_sm80", "batch_invariant"),
+        ("B8,H28/4,S17x19920,D128,bfloat16", "wgmma_sm90", "batch_invariant"),
+        ("B2,H448/28,S23x1088,D256,bfloat16", "wgmma_sm90", "batch_invariant"),
+        ("B64,H32/8,S64,D128,bfloat16", "mma_sm80", "slower here than mma_sm80"),
+    ],
+)
+def test_with_batch_invariant_no_waves_are_counted(case, chosen, reason):
+    got, why = fa_ext.explain(**shapes_only(Case.parse(case)), batch_invariant=True, device=DEVICES["h200"])
+    if {chosen, "prefill_sm90"} <= set(CUDA):
+        assert got == chosen and reason in why["prefill_sm90"], why
+
+
+@pytest.mark.parametrize("queries, chosen", [(11, "mma_sm80"), (17, "wgmma_sm90")])
+def test_q_with_one_head_for_all_stays_where_it_was(queries, chosen):
+    """prefill_sm90 refuses it."""
+    inputs = shapes_only(Case(8, 28, 4, queries, 19920, 128, dtype="bfloat16"))
+    inputs["q"] = np.broadcast_to(inputs["q"][:, :1], inputs["q"].shape)
+    if chosen in CUDA:
+        assert fa_ext.explain(**inputs, device=DEVICES["h200"])[0] == chosen
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["H8,S512,D64,float16", "H32/8,S1x4096,D128,bfloat16", "H16,S200x3000,D128,bfloat16,causal=bottom_right", "H2,S64,D40,float32"])
+@pytest.mark.parametrize("case", ["H8,S512,D64,float16", "H32/8,S1x4096,D128,bfloat16", "H16,S200x3000,D128,bfloat16,causal=bottom_right", "H28/4,S17x19920,D128,bfloat16", "H2,S64,D40,float32"])
 def test_with_batch_invariant_the_batch_chooses_nothing(case, device):
     """Kernels differ in their bits."""
     found = {fa_ext.explain(**shapes_only(Case.parse(f"B{batch},{case}")), batch_invariant=True, device=DEVICES[device])[0] for batch in (1, 3, 16, 200)}

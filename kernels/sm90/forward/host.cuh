@@ -2,6 +2,7 @@
 #pragma once
 #include "common/launch.cuh"
 #include "common/limits.cuh" // lengths_fit, shifted_band_of
+#include "sm90/common/dense_choice.cuh"
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
 #include <algorithm> // min, max
@@ -93,7 +94,7 @@ fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_proble
     const Instance *found = instance_for(instances, p.head_dim, kind, p.dtype);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     fill_plan(p, static_cast<int>(found - instances), *found, device, plan);
-    return p.seq_q <= 16 ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
+    return p.seq_q <= kFewDense ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
 }
 
 /* K or V over the visible keys alone, so that TMA reads zeros beyond them. */

@@ -6,7 +6,8 @@
  *         range of keys a row) and capped (masked, with softcap; up to head_dim 128 scores that are small beside the
  *         cap cost less, see cap_polynomial).
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
- * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
+ * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim. Declines calls of few queries that
+ *         sm90/common/dense_choice.cuh tells of.
  * Bench:  python -m bench measure --preset paper --kernels wgmma_sm90
  *
  * @arch sm_90a
@@ -27,7 +28,12 @@ static int kind_of(const fa_forward &p) {
 }
 
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    return plan_forward(kInstances, kind_of(problem->forward), problem, device, plan, why);
+    const fa_forward &p = problem->forward;
+    const fa_answer answer = plan_forward(kInstances, kind_of(p), problem, device, plan, why);
+    if (answer != FA_TAKES) return answer;
+    if (!problem->batch_invariant && saves_waves(p, device->sm_count))
+        return fa_because(why, FA_DECLINES, FA_WHY_TILE_A_HEAD, 0, 0, 0);
+    return is_short(p) ? fa_because(why, FA_DECLINES, FA_WHY_SHORT, 0, 0, 0) : FA_TAKES;
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {

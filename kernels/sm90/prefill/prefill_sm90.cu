@@ -22,6 +22,7 @@
 
 #include "common/launch.cuh"
 #include "common/limits.cuh" // lengths_fit
+#include "sm90/common/dense_choice.cuh"
 #include "sm90/common/tensor_map.h"
 #include "sm90/prefill/launch.cuh"
 #include "sm90/prefill/list.cuh"
@@ -49,15 +50,21 @@ static Extent key_extent(const fa_problem *problem) {
     return {problem->forward.seq_k, s.packed_k ? 1 : problem->forward.batch};
 }
 
-/* Calls that say nothing of sequences are faster on wgmma_sm90. Few queries are faster on mma_sm80, but not with pages
- * that come by TMA: there mma_sm80 took 1.0 to 2.0 times as long on an H200 for one query each (pages of 16, 64 and 256
- * keys, 2k to 128k of them, 1 to 128 sequences; bench/log/serve_sm90.md). Lengths on the device count for nothing, and
- * neither does the number of sequences or tokens: a sequence has one kernel in every batch. */
-static fa_answer choose(const fa_problem *problem, fa_why *why) {
-    constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
+/* Calls that say nothing of sequences are faster on wgmma_sm90, but where tiles of all heads of a kv head save enough
+ * waves (sm90/common/dense_choice.cuh). Few queries are faster on mma_sm80, but not with pages that come by TMA: there
+ * mma_sm80 took 1.0 to 2.0 times as long on an H200 for one query each (pages of 16, 64 and 256 keys, 2k to 128k of
+ * them, 1 to 128 sequences; bench/log/serve_sm90.md). Lengths on the device count for nothing, and neither does the
+ * number of sequences or tokens: a sequence has one kernel in every batch. */
+static fa_answer choose(const fa_problem *problem, int64_t sms, fa_why *why) {
+    constexpr int kFewRows = 64; // of queries and heads
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
-    if (!s.given) return fa_because(why, FA_DECLINES, p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : FA_WHY_FULL, 0, 0, 0);
+    if (!s.given && saves_waves(p, sms))
+        return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
+    if (!s.given) {
+        const fa_reason slower = p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : is_short(p) ? FA_WHY_SHORT : FA_WHY_FULL;
+        return fa_because(why, FA_DECLINES, slower, 0, 0, 0);
+    }
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
     const bool boxes = s.pages.table && (s.pages.size & -s.pages.size) >= kSmallestBox;
     if (!s.q.starts && most * group <= kFewRows && !boxes)
@@ -117,7 +124,7 @@ fa_answer plan_call(const fa_problem *problem, const fa_device_info *device, fa_
     const int64_t slabs = (own.columns + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
-    return choose(problem, why);
+    return choose(problem, device->sm_count, why);
 }
 
 struct CachedMaps {
