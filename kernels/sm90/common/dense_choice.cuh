@@ -1,38 +1,43 @@
 /* Dense calls of few queries that other kernels than wgmma_sm90 are faster for. On the host: the kernels that take such
- * calls and those that decline them ask the same questions. `bench audit` measured the figures on an H200, without
- * softcap, which none of these calls has. */
+ * calls and those that decline them ask the same questions. The figures are of `bench audit` on an H200 and of an H100,
+ * without softcap, which none of these calls has. */
 #pragma once
 #include "common/limits.cuh" // divide_up
 #include "fa.h"              // fa_forward
 
 namespace fa::sm90 {
 
-constexpr int64_t kFewDense = 16;  // queries, at most, for which wgmma_sm90 is slower than mma_sm80
-constexpr int64_t kHalfTile = 64;  // rows of a warpgroup: queries, at most, that fill no more than half of a tile
-constexpr int64_t kShortKeys = 64; // keys seen, at most, with which it is slower for up to kHalfTile queries
+constexpr int64_t kFewDense = 16;    // queries, at most, for which wgmma_sm90 is slower than mma_sm80
+constexpr int64_t kHalfTile = 64;    // rows of a warpgroup: queries, at most, that fill no more than half of a tile
+constexpr int64_t kShortKeys = 64;   // keys seen, at most, with which it is slower for up to kHalfTile queries
+constexpr int64_t kGathered = 128;   // queries from which on prefill_sm90 has a tile for each head
+constexpr int64_t kFewGathered = 32; // rows of a kv head, at most, that are other kernels'
 
 /* Whether so few queries see so few keys that most of a call is its start and end: 47 queries and keys of 15 x 16/2
- * heads of 96 columns took 6.9 us on mma_sm80 and 10.3 on wgmma_sm90. */
-inline bool is_short(const fa_forward &p) {
-    return p.seq_q <= kHalfTile && p.key_end - p.key_begin <= kShortKeys && p.softcap == 0;
+ * heads of 96 columns take 7.8 us on mma_sm80 and 8.9 on wgmma_sm90. Where tiles are many and wide they take as long on
+ * wgmma_sm90, or less: 64 of 64 x 32/8 heads of 128 columns 49.9 and 46.5. With batch_invariant `sms` is 0: how many
+ * tiles there are does not count. */
+inline bool is_short(const fa_forward &p, int64_t sms) {
+    constexpr int64_t kNarrow = 96; // columns
+    const bool starts = p.head_dim <= kNarrow || p.heads * p.batch <= sms;
+    return p.seq_q <= kHalfTile && p.key_end - p.key_begin <= kShortKeys && starts && p.softcap == 0;
 }
 
 /* Whether prefill_sm90, whose tiles hold all heads of a kv head, is faster than kernels with a tile for each head. It
- * is where the waves of tiles that it saves take longer than what it has beside its tiles: its list kernel and the
- * states of chunks. A wave of its tiles, whose rows are full, counts twice. Tiles that fill no wave are cut into
- * chunks, which share it. 11 queries of 8 x 28/4 heads on 19,920 keys took 367 us on wgmma_sm90, two waves, 246 on
- * mma_sm80, 155 on prefill_sm90. prefill_sm90 does not take q with one head for all. */
+ * is where the waves of tiles that it saves take longer than its list kernel. A wave of its tiles, whose rows are full,
+ * counts as 1.75. 17 queries of 32 x 64/8 heads of 128 columns on 4,096 keys take 659 us on wgmma_sm90 in 16 waves and
+ * 295 on prefill_sm90 in 4; 40 of 8 x 32/16 heads, in two waves and one, 98 and 127. It does not take q with one head
+ * for all. */
 inline bool saves_waves(const fa_forward &p, int64_t sms) {
+    constexpr double kWave = 1.75, kLeastNs = 10000;
     constexpr double kKeyNs = 9.2, kKeyColumns = 128; // of a wave of tiles, for each key and so many columns
-    constexpr double kLeastNs = 16000;
-    if (p.seq_q > kHalfTile || p.heads_kv == 0 || p.softcap > 0 || p.q.stride[1] == 0) return false;
+    if (p.seq_q >= kGathered || p.heads_kv == 0 || p.softcap > 0 || p.q.stride[1] == 0) return false;
     const int64_t group = p.heads / p.heads_kv;
-    if (group > kHalfTile || p.seq_q * group <= kHalfTile) return false; // heads have tiles of their own, or fill none
-    const int64_t tile_queries = 2 * (kHalfTile / group);
-    const int64_t tiles = divide_up(p.seq_q, tile_queries) * p.heads_kv * p.batch;
-    const double waves = static_cast<double>(divide_up(p.heads * p.batch, sms));
-    const double packed = static_cast<double>(tiles) / static_cast<double>(sms);
-    const double saved = waves - 2 * (tiles <= sms ? packed : static_cast<double>(divide_up(tiles, sms)));
+    if (group > kHalfTile || p.seq_q * group <= kFewGathered)
+        return false; // heads have tiles of their own, or fill none
+    const int64_t tiles = divide_up(p.seq_q, 2 * (kHalfTile / group)) * p.heads_kv * p.batch;
+    const auto waves = [&](int64_t tiles) { return static_cast<double>(divide_up(tiles, sms)); };
+    const double saved = waves(p.heads * p.batch) - kWave * waves(tiles);
     return saved * static_cast<double>(p.key_end - p.key_begin) * kKeyNs * p.head_dim / kKeyColumns > kLeastNs;
 }
 

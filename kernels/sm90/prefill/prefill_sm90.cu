@@ -56,13 +56,15 @@ static Extent key_extent(const fa_problem *problem) {
  * them, 1 to 128 sequences; bench/log/serve_sm90.md). Lengths on the device count for nothing, and neither does the
  * number of sequences or tokens: a sequence has one kernel in every batch. */
 static fa_answer choose(const fa_problem *problem, int64_t sms, fa_why *why) {
+    static_assert(kGathered == kPackBelow);
     constexpr int kFewRows = 64; // of queries and heads
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     if (!s.given && saves_waves(p, sms))
         return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
     if (!s.given) {
-        const fa_reason slower = p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : is_short(p) ? FA_WHY_SHORT : FA_WHY_FULL;
+        const bool brief = is_short(p, problem->batch_invariant ? 0 : sms);
+        const fa_reason slower = p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : brief ? FA_WHY_SHORT : FA_WHY_FULL;
         return fa_because(why, FA_DECLINES, slower, 0, 0, 0);
     }
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
