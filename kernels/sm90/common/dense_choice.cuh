@@ -23,6 +23,16 @@ inline bool is_short(const fa_forward &p, int64_t sms) {
     return p.seq_q <= kHalfTile && p.key_end - p.key_begin <= kShortKeys && starts && p.softcap == 0;
 }
 
+/* Whether tiles are so few and keys so many that mma_sm80 is faster, which splits keys, of head_dims that
+ * wgmma_split_sm90 does not take: 64 queries of 8 heads of 256 columns on 8,192 keys take 149 us on wgmma_sm90 and 39.5
+ * on mma_sm80, 6 heads of 192 on 1,024 keys 18.6 and 12.5, but 64 heads on 5,567 96 and 114. */
+inline bool wants_splits(const fa_forward &p, int64_t sms) {
+    constexpr int64_t kSplitColumns = 128, kManyKeys = 1024, kPart = 8; // of the multiprocessors one
+    const int64_t tiles = p.heads * p.batch;
+    return p.head_dim > kSplitColumns && p.seq_q <= kHalfTile && tiles * kPart <= sms &&
+           p.key_end - p.key_begin >= kManyKeys && p.softcap == 0;
+}
+
 /* Whether prefill_sm90, whose tiles hold all heads of a kv head, is faster than kernels with a tile for each head. It
  * is where the waves of tiles that it saves take longer than its list kernel. A wave of its tiles, whose rows are full,
  * counts as 1.75. 17 queries of 32 x 64/8 heads of 128 columns on 4,096 keys take 659 us on wgmma_sm90 in 16 waves and

@@ -33,7 +33,11 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     if (answer != FA_TAKES) return answer;
     if (!problem->batch_invariant && saves_waves(p, device->sm_count))
         return fa_because(why, FA_DECLINES, FA_WHY_TILE_A_HEAD, 0, 0, 0);
-    return is_short(p, problem->batch_invariant ? 0 : device->sm_count) ? fa_because(why, FA_DECLINES, FA_WHY_SHORT, 0, 0, 0) : FA_TAKES;
+    if (!problem->batch_invariant && wants_splits(p, device->sm_count))
+        return fa_because(why, FA_DECLINES, FA_WHY_UNSPLIT, 0, 0, 0);
+    return is_short(p, problem->batch_invariant ? 0 : device->sm_count)
+               ? fa_because(why, FA_DECLINES, FA_WHY_SHORT, 0, 0, 0)
+               : FA_TAKES;
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {

@@ -64,7 +64,10 @@ static fa_answer choose(const fa_problem *problem, int64_t sms, fa_why *why) {
         return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
     if (!s.given) {
         const bool brief = is_short(p, problem->batch_invariant ? 0 : sms);
-        const fa_reason slower = p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : brief ? FA_WHY_SHORT : FA_WHY_FULL;
+        const fa_reason slower = p.seq_q <= kFewDense                                ? FA_WHY_FEW_QUERIES
+                                 : brief                                             ? FA_WHY_SHORT
+                                 : !problem->batch_invariant && wants_splits(p, sms) ? FA_WHY_UNSPLIT
+                                                                                     : FA_WHY_FULL;
         return fa_because(why, FA_DECLINES, slower, 0, 0, 0);
     }
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
