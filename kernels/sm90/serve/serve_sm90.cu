@@ -82,8 +82,8 @@ static int64_t queries_at_most(const fa_problem *problem) {
  * time for 64 rows on 8k keys or more, but 0.65 on 512 and 1,024 (bench/log/serve_sm90.md), and lengths may not decide.
  * Of packed queries shapes say only how many there are in all, and a sequence has one kernel in every batch. Of dense
  * calls those with few jobs of few rows over many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of
- * mma_sm80's time on an H200 (4k to 128k keys, but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster
- * there and on wgmma_sm90. */
+ * mma_sm80's time on an H200 (4k to 128k keys, but 1.1 over 6,000), two of 28/4 heads 1.2. Others are about as fast, or
+ * faster, there or on wgmma_sm90 or prefill_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
     constexpr int64_t kRowsBesideBoxes = 16, kManyKeys = 4096, kDenseRows = 4;
     constexpr int64_t kFewJobs = 14; // of so many multiprocessors one
