@@ -164,6 +164,7 @@ BROKEN = [
     (PAGED, "page_table", (1, 0), -1),
     (PAGED, "page_table", (1, 2), INT_MAX),
     (PAGED, "page_table", slice(None), INT_MIN),
+    (Case.sequences((1,), (1000,), page_size=16, slack=2, **THIN), "page_table", (0, slice(9, 12)), -1),  # thin, by several blocks
     (PACKED, "cu_seqlens_q", 2, 1),
     (PACKED, "cu_seqlens_q", 0, -1),
     (PACKED, "cu_seqlens_k", 2, INT_MAX),

@@ -125,10 +125,11 @@ template <class C> struct ThinRing {
         return true;
     }
 
-    /* The first key that some query sees of the warp's keys of a tile, or -1. */
+    /* The first key that some query sees of the warp's keys of a tile; -1 where there is none, and of tiles before the
+     * next one, which may be another block's. */
     __device__ __forceinline__ int seen_key(int tile) const {
         const int first = tile * kThinKeys + warp * width(), key = max(first, job.low);
-        return tile < tiles.end && key < min(first + width(), job.high) ? key : -1;
+        return tile >= tiles.next && tile < tiles.end && key < min(first + width(), job.high) ? key : -1;
     }
     /* Where that key of the lane's tile lies, of those from `from` on. */
     __device__ __forceinline__ Place find_box(int from) const { return place_of(params, job, seen_key(from + lane())); }
