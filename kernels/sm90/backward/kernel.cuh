@@ -81,11 +81,6 @@ __device__ __forceinline__ void warp_arrive(uint64_t *barrier, int lane) {
 
 /* ---- visibility ---- */
 
-/* Bits of a thread's columns of one row of a block, as columns_below() counts them, that lie in [low, high). */
-__device__ __forceinline__ uint32_t columns_between(int low, int high, int lane_column) {
-    return columns_below(high, lane_column) & ~columns_below(low, lane_column);
-}
-
 /* Columns of v, dO and dv. */
 template <class C> __device__ __forceinline__ int value_columns(const BackwardCall &call) {
     return C::kHeadDimV == C::kHeadDim ? call.head_dim : call.head_dim_v;

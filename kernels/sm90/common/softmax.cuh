@@ -33,20 +33,27 @@ __device__ __forceinline__ uint32_t columns_below(int column, int lane_column) {
     return mask;
 }
 
-/* Excludes the scores of row r (0, 1) at block columns outside [low[r], high[r]). */
+/* Bits of a thread's columns of one row of a block, as columns_below() counts them, that lie in [low, high). */
+__device__ __forceinline__ uint32_t columns_between(int low, int high, int lane_column) {
+    return columns_below(high, lane_column) & ~columns_below(low, lane_column);
+}
+
+/* Excludes the scores of row r (0, 1) whose bits are not in `visible`. */
+template <int Count> __device__ __forceinline__ void hide_scores(float (&scores)[Count], int r, uint32_t visible) {
+    static_assert(Count <= 64, "32 columns of a row");
+#pragma unroll
+    for (int i = 2 * r; i < Count; i += 4) {
+        if (!(visible >> i / 4 * 2 & 1)) scores[i] = -INFINITY;
+        if (!(visible >> i / 4 * 2 & 2)) scores[i + 1] = -INFINITY;
+    }
+}
+
+/* The same at block columns outside [low[r], high[r]). */
 template <int Count>
 __device__ __forceinline__ void mask_scores(float (&scores)[Count], const int (&low)[2], const int (&high)[2],
                                             int lane_column) {
-    static_assert(Count <= 64, "32 columns of a row");
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const uint32_t visible = columns_below(high[r], lane_column) & ~columns_below(low[r], lane_column);
-#pragma unroll
-        for (int i = 2 * r; i < Count; i += 4) {
-            if (!(visible >> i / 4 * 2 & 1)) scores[i] = -INFINITY;
-            if (!(visible >> i / 4 * 2 & 2)) scores[i + 1] = -INFINITY;
-        }
-    }
+    for (int r = 0; r < 2; ++r) hide_scores(scores, r, columns_between(low[r], high[r], lane_column));
 }
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -83,18 +90,16 @@ struct OnlineSoftmax {
     bool narrow = true;                        // neither row is wide
     float rescale[2];                          // factor for what was accumulated, when absorb() returned true
 
-    /* Weights of a block under the present maximum. False, for the whole warp and with the state unchanged, when some
-     * row has no maximum yet, outgrew it or is wide, or when something is NaN: absorb() then takes the block. */
-    template <class T, int Count>
-    __device__ __forceinline__ bool try_absorb(uint32_t (&weights)[Count / 2], const float (&scores)[Count],
-                                               float factor) {
-        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+    /* Weights of a block under the present maximum, 2^exponent(i) for its score i. False, for the whole warp and with
+     * the state unchanged, when some row has no maximum yet, outgrew it or is wide, or when something is NaN: absorb()
+     * then takes the block. */
+    template <class T, int Words, class Exponent>
+    __device__ __forceinline__ bool try_absorb_by(uint32_t (&weights)[Words], Exponent exponent) {
         float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
-        for (int i = 0; i < Count; i += 2) {
+        for (int i = 0; i < 2 * Words; i += 2) {
             const int r = (i >> 1) & 1, chain = (i >> 2) & 1;
-            const float low = exp2_fast(fmaf(scores[i], factor, shift[r]));
-            const float high = exp2_fast(fmaf(scores[i + 1], factor, shift[r]));
+            const float low = exp2_fast(exponent(i)), high = exp2_fast(exponent(i + 1));
             part[r][chain] += low;
             part[r][chain] += high;
             weights[i / 2] = pack<T>(low, high);
@@ -104,6 +109,12 @@ struct OnlineSoftmax {
         sum[0] += block[0];
         sum[1] += block[1];
         return true;
+    }
+    template <class T, int Count>
+    __device__ __forceinline__ bool try_absorb(uint32_t (&weights)[Count / 2], const float (&scores)[Count],
+                                               float factor) {
+        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+        return try_absorb_by<T>(weights, [&](int i) { return fmaf(scores[i], factor, shift[(i >> 1) & 1]); });
     }
 
     /* The same of raw products under a softcap, by the polynomial. `near` becomes false where a product of the warp lay
