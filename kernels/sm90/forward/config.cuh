@@ -38,7 +38,8 @@ constexpr Tiling tiling(int head_dim, int kind) {
         t.tile_n = full ? 80 : 64, t.late = full;
     }
     if (kind == kDropout) t.consumers = 2, t.half = t.late = t.overlap = false; // registers for the generator
-#ifdef FA_CONSUMERS                                                             // from here on: a tuner's choice
+    if (kind == kLight) t.consumers = 2, t.half = t.late = false;
+#ifdef FA_CONSUMERS // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif
 #ifdef FA_TILE_N
@@ -82,7 +83,7 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr bool kMasked = Kind != kFull, kSoftcap = Kind == kCapped, kTurns = kConsumers > 1 && kTiling.turns,
                           kOverlap = kTiling.overlap, kHalfBlocks = kMasked && kTiling.half,
                           kLateTurns = kTurns && kTiling.late, kStaged = kTiling.staged;
-    static constexpr bool kDropout = Kind == sm90::kDropout;
+    static constexpr bool kDropout = Kind == sm90::kDropout, kLight = Kind == sm90::kLight;
     static constexpr int kCapTerms = kSoftcap ? kTiling.cap_terms : 0;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -100,7 +101,7 @@ template <class T, int HeadDim, int Kind> struct Config {
 #endif
 };
 
-/* Launches an instance; without dropout what the params have of it says nothing. */
-using Launch = fa_code(const DropoutForwardParams &, int64_t blocks, const fa_launch &);
+/* Launches an instance; what the params have of options that it lacks says nothing. */
+using Launch = fa_code(const LightForwardParams &, int64_t blocks, const fa_launch &);
 
 } // namespace fa::sm90

@@ -28,19 +28,25 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     };
     if (C::kTurns && wg == C::kConsumers - 1) turn_pass();
 
+    const float state_factor = C::kLight ? 1.0f : p.score_factor; // of the running maximum to base 2
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const KeyBlocks blocks = forward_blocks<C>(p, tile_row);
         const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
+        [[maybe_unused]] LightRows light;
+        if constexpr (C::kLight) {
+            const Tile &tile = smem.tile[round % Smem::kTileStages];
+            light.begin(light_of(p), tile.batch, tile.head, row, lane);
+        }
 
         if (blocks.count > 0) {
             float scores[kTileN / 2];
             uint32_t weights[kTileN / 4];
             // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
             int seen_end = 0, first = 0;
-            if constexpr (C::kMasked) {
+            if constexpr (C::kMasked && !C::kLight) {
                 if (wg_row < p.seq_q) seen_end = min(p.visible.seq_k, min(wg_row + 64, p.seq_q) - 1 + p.visible.upper);
                 if (blocks.end > seen_end) first = min(blocks.count, (blocks.end - seen_end) / kTileN);
             }
@@ -54,9 +60,20 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 gemm_pv<T>(out, weights, shared_address(smem.v[v_ring.stage]), Smem::kKeySlabBytes, accumulate);
                 wgmma_commit();
             };
-            auto free_keys = [&](bool last) {
-                if (elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
-                if (elected && last) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
+            BlockWord told = {}; // of the block in the ring's stage, in the light kind
+            auto wait_keys = [&] {
+                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+                if constexpr (C::kLight) // uniform for the compiler too
+                    told.word = __shfl_sync(0xffffffff, smem.blocks.of[k_ring.stage].word, 0);
+            };
+            auto is_last = [&](int block) { return C::kLight ? told.last() : block + 1 == blocks.count; };
+            auto first_key_of = [&](int block) {
+                return C::kLight ? told.first_key() : blocks.end - (block + 1) * kTileN;
+            };
+            auto free_keys = [&](int block) {
+                if constexpr (C::kLight) __syncwarp(); // each warp for itself: all lanes have read the block's word
+                if (C::kLight ? lane == 0 : elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
+                if (elected && is_last(block)) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
                 k_ring.advance();
             };
             auto free_values = [&] {
@@ -72,15 +89,23 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kSoftcap)
                     for (float &score : scores) score = tanh_fast(score * p.cap_factor);
             };
+            uint32_t pairs[2]; // of the mask, in the light kind
             auto mask = [&](auto &scores, int block) {
-                const int first_key = blocks.end - (block + 1) * kTileN;
+                const int first_key = first_key_of(block);
                 int low[2], high[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     low[r] = (C::kMasked ? begin_of(p.visible, row + 8 * r) : 0) - first_key;
                     high[r] = (C::kMasked ? end_of(p.visible, row + 8 * r) : p.visible.seq_k) - first_key;
                 }
-                mask_scores(scores, low, high, 2 * (lane % 4));
+                if constexpr (C::kLight) {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        hide_scores(scores, r,
+                                    columns_between(low[r], high[r], 2 * (lane % 4)) & LightRows::row_bits(pairs, r));
+                } else {
+                    mask_scores(scores, low, high, 2 * (lane % 4));
+                }
             };
             /* Which of a block's weights dropout keeps, while its scores are on their way. */
             uint32_t kept[C::kDropout ? kTileN / 8 : 1];
@@ -90,6 +115,17 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     const int key = blocks.end - (block + 1) * kTileN + dropout_of(p).key_begin + 2 * (lane % 4);
                     kept_flags<kTileN>(kept, smem.dropout.words, {row, key, tile.batch, tile.head});
                 }
+            };
+            /* The same in the fast path of the light kind: false where it has none. */
+            auto try_light = [&](auto &fresh) {
+                const int first_key = told.first_key();
+                if (LightRows::straddles(light_of(p), first_key, kTileN, wg_row)) return false;
+                const float along = light.along(light_of(p), first_key, wg_row);
+                const float start[2] = {light.start(along, first_key, 0, softmax.maximum[0]),
+                                        light.start(along, first_key, 1, softmax.maximum[1])};
+                return softmax.try_absorb_by<T>(fresh, [&](int i) {
+                    return fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[(i >> 1) & 1]));
+                });
             };
             bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
@@ -101,7 +137,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     wgmma_pin(old);
                     free_values();
                 };
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+                if constexpr (!C::kLight) wait_keys();
                 turn_wait();
                 wgmma_fence();
                 issue_qk();
@@ -110,10 +146,11 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 issue_pv(old, block > first + 1);
                 if constexpr (!C::kLateTurns) turn_pass();
                 keep(block);
+                if constexpr (C::kLight && kMaskBlock) light.fetch<kTileN>(pairs, light_of(p).map, told.first_key());
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
-                free_keys(block + 1 == blocks.count);
+                free_keys(block);
                 if constexpr (!kPolynomial) cap(scores);
                 if constexpr (kMaskBlock) mask(scores, block);
                 if constexpr (!C::kOverlap) wait_out();
@@ -124,8 +161,16 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                                                         near);
                     if (!done) cap(scores);
                 }
-                if (!done && !softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
-                    softmax.absorb<false, T>(scores, p.score_factor);
+                if constexpr (C::kLight)
+                    done = try_light(fresh);
+                else
+                    done = done || softmax.try_absorb<T>(fresh, scores, p.score_factor);
+                if (!done) {
+                    if constexpr (C::kLight) {
+                        light.transform(scores, p.score_factor, told.first_key());
+                        if constexpr (kMaskBlock) mask(scores, block);
+                    }
+                    softmax.absorb<false, T>(scores, state_factor);
                     pack_scores<T>(fresh, scores);
                     if constexpr (C::kOverlap) {
                         wgmma_wait<0>();
@@ -135,6 +180,13 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 if constexpr (C::kDropout) drop(fresh, kept);
                 if constexpr (C::kOverlap) wait_out();
+            };
+            /* The same where the word of the block, which is there, says whether the warpgroup sees all its pairs. */
+            auto step_told = [&](int block, auto &old, auto &fresh) {
+                if (told.mixed(wg))
+                    step(block, old, fresh, std::true_type());
+                else
+                    step(block, old, fresh, std::false_type());
             };
             /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
             auto steps = [&](int block, int end, auto mask_block) {
@@ -156,6 +208,27 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 return block;
             };
 
+            /* From `block` to the last that the producer tells of. Returns how many blocks there are. */
+            auto steps_told = [&](int block) {
+                [[maybe_unused]] uint32_t spare[kTileN / 4];
+                while (!told.last()) {
+                    wait_keys();
+                    if constexpr (!C::kOverlap) {
+                        step_told(block++, weights, weights);
+                    } else {
+                        step_told(block++, weights, spare);
+                        if (told.last()) {
+#pragma unroll
+                            for (int i = 0; i < kTileN / 4; ++i) weights[i] = spare[i];
+                            break;
+                        }
+                        wait_keys();
+                        step_told(block++, spare, weights);
+                    }
+                }
+                return block;
+            };
+
             /* Weights of the first block; with `half`, this warpgroup sees none of its later keys. */
             auto begin = [&]<bool kHalf>(std::bool_constant<kHalf>) {
                 constexpr int kColumns = kHalf ? kTileN / 2 : kTileN;
@@ -166,12 +239,14 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                         shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
                 keep(first);
+                if constexpr (C::kLight) light.fetch<kTileN>(pairs, light_of(p).map, told.first_key());
                 wgmma_wait<0>();
                 wgmma_pin(part);
-                free_keys(first + 1 == blocks.count);
+                free_keys(first);
                 cap(part);
+                if constexpr (C::kLight) light.transform(part, p.score_factor, told.first_key());
                 if (C::kMasked || blocks.end > p.visible.seq_k) mask(part, first);
-                softmax.absorb<true, T>(part, p.score_factor);
+                softmax.absorb<true, T>(part, state_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
@@ -179,22 +254,34 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             };
 
             mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
-            for (int block = 0; block < first; ++block) { // the others' blocks, in turn
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-                if (block > 0) {
-                    turn_wait();
-                    turn_pass();
-                }
+            auto take_turn = [&](int block) {
+                if (block == 0) return;
+                turn_wait();
+                turn_pass();
+            };
+            auto skip = [&](int block) { // another's
+                take_turn(block);
                 join_warps();
-                free_keys(block + 1 == blocks.count);
+                free_keys(block);
                 if (block > 0) skip_values(); // no later: the producer loads them before more keys
-            }
-            if (first < blocks.count) {
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-                if (first > 0) {
-                    turn_wait();
-                    turn_pass();
+            };
+            bool sees = false;
+            if constexpr (C::kLight) {
+                for (wait_keys(); !told.sees(wg); wait_keys()) {
+                    skip(first++);
+                    if (told.last()) break;
                 }
+                sees = told.sees(wg);
+            } else {
+                for (int block = 0; block < first; ++block) {
+                    wait_keys();
+                    skip(block);
+                }
+                sees = first < blocks.count;
+                if (sees) wait_keys();
+            }
+            if (sees) {
+                take_turn(first);
                 if constexpr (C::kHalfBlocks) {
                     if (seen_end - (blocks.end - (first + 1) * kTileN) <= kTileN / 2)
                         begin(std::true_type());
@@ -205,9 +292,11 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
             }
             if (first > 0) skip_values();
-            if (first < blocks.count) {
+            if (sees) {
                 int block = first + 1;
-                if constexpr (C::kMasked) {
+                if constexpr (C::kLight) {
+                    block = steps_told(block);
+                } else if constexpr (C::kMasked) {
                     // Blocks that reach past the last key of this warpgroup's first row, then plain ones, then those
                     // that begin before the first key of its last row.
                     const int high = end_of(p.visible, wg_row), low = begin_of(p.visible, wg_row + 63);
@@ -221,7 +310,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
                 wgmma_fence();
-                issue_pv(weights, blocks.count - first > 1);
+                issue_pv(weights, (C::kLight ? block : blocks.count) - first > 1);
                 wgmma_wait<0>();
                 wgmma_pin(out);
                 wgmma_pin(weights);
@@ -239,7 +328,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const RowResult result =
-                softmax.finish(r, p.score_factor, sink, softmax.highest_rounding<T>(r, p.score_factor));
+                softmax.finish(r, state_factor, sink, softmax.highest_rounding<T>(r, state_factor));
             factor[r] = result.factor;
             if constexpr (C::kDropout) factor[r] *= dropout_of(p).kept;
             lse[r] = result.lse;

@@ -5,6 +5,7 @@
 #include "sm90/common/dense_choice.cuh"
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
+#include "sm90/score/make_map.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // pow
 #include <numbers>   // log2e
@@ -38,9 +39,12 @@ struct Own {
     int tile_m, tile_n;
     int cap_terms;
     bool staged;
+    bool counter;           // tiles come from one, the first word of the workspace
     uint32_t query_tiles;   // a head
     uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
+    MapPlan map;            // of a mask
 };
+constexpr int64_t kCounterBytes = 256; // of the workspace, before the map
 
 /* Tiles of unequal length go longest first, in sections of heads (Schedule). The static order serves where sections of
  * heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes asked for, or where
@@ -49,14 +53,16 @@ struct Own {
 inline void order(const fa_forward &p, bool counter, fa_plan *plan) {
     Own &own = fa_own<Own>(plan);
     const int64_t query_tiles = own.query_tiles, heads = p.heads * p.batch;
-    if (p.right >= FA_UNBOUNDED || query_tiles * heads <= plan->blocks) return;
+    if (query_tiles * heads <= plan->blocks) return;
+    if (p.mask.data) own.counter = true; // whatever the mask leaves of each
+    if (p.right >= FA_UNBOUNDED) return;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
     const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
     const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
     const int64_t even = std::min(heads, 2 * plan->blocks / std::gcd(2 * plan->blocks, query_tiles));
-    const bool balanced = !counter && p.seq_q % own.tile_m == 0 && even <= 3 * fit;
+    const bool balanced = !counter && !own.counter && p.seq_q % own.tile_m == 0 && even <= 3 * fit;
     own.section_heads = static_cast<uint32_t>(std::min(heads, balanced ? std::max(even, fit / even * even) : fit));
-    if (!balanced) plan->workspace_bytes = sizeof(uint32_t);
+    own.counter = !balanced;
 }
 
 inline void fill_plan(const fa_forward &p, int number, const Instance &instance, const fa_device_info *device,
@@ -64,13 +70,23 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
     const Tiling t = tiling(instance.head_dim, instance.kind);
     const int tile_m = 64 * t.consumers;
     const int64_t query_tiles = (p.seq_q + tile_m - 1) / tile_m, tiles = query_tiles * p.heads * p.batch;
-    fa_own<Own>(plan) = {number, tile_m, t.tile_n, t.cap_terms, t.staged, static_cast<uint32_t>(query_tiles), 0};
+    Own &own = fa_own<Own>(plan);
+    own = {.instance = number,
+           .tile_m = tile_m,
+           .tile_n = t.tile_n,
+           .cap_terms = t.cap_terms,
+           .staged = t.staged,
+           .query_tiles = static_cast<uint32_t>(query_tiles)};
     plan->threads = 128 * (t.consumers + 1);
     plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
     const int64_t slabs = (instance.head_dim + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
     order(p, t.counter, plan);
+    if (own.counter) plan->workspace_bytes = kCounterBytes;
+    if (!p.mask.data) return;
+    own.map = map_plan(p, p.key_end - p.key_begin, true, false, kCounterBytes);
+    plan->workspace_bytes = own.map.bytes;
 }
 
 template <size_t N>
@@ -144,7 +160,7 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     const int64_t keys = p.key_end - p.key_begin;
-    DropoutForwardParams params = {};
+    LightForwardParams params = {};
     auto &cached = cached_maps;
     FA_TRY(tensor_map_encode(&params.q, cached.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64));
     if (keys > 0) { // without keys no tile touches these maps
@@ -168,11 +184,16 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     params.schedule.tiles = static_cast<uint32_t>(own.query_tiles * p.heads * p.batch);
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.schedule.section_heads = own.section_heads;
-    if (plan->workspace_bytes) {
-        params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
+    if (own.counter) params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
+    if (p.mask.data && keys > 0)
+        FA_TRY(launch_map(own.map, p, keys, params.schedule.counter, *launch));
+    else if (own.counter)
         FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                              static_cast<cudaStream_t>(launch->stream)));
-    }
+    if (p.mask.data) params.light.map = pair_map(own.map, p, *launch);
+    params.light.alibi = p.alibi;
+    params.light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
+    params.light.behind = p.right <= 0;
     params.visible = shifted_band_of(p);
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;

@@ -5,7 +5,7 @@
 namespace fa::sm90 {
 namespace {
 
-template <class C> fa_code launch_forward(const DropoutForwardParams &params, int64_t blocks, const fa_launch &launch) {
+template <class C> fa_code launch_forward(const LightForwardParams &params, int64_t blocks, const fa_launch &launch) {
     constexpr int kBytes = sizeof(ForwardSmem<C>);
     static_assert(kBytes <= 227 * 1024, "shared memory of a block");
     const auto start = [&](auto kernel) {
@@ -18,6 +18,8 @@ template <class C> fa_code launch_forward(const DropoutForwardParams &params, in
     };
     if constexpr (C::kDropout)
         return start(forward_dropout<C>);
+    else if constexpr (C::kLight)
+        return start(forward_light<C>);
     else
         return start(forward<C>);
 }
@@ -26,7 +28,7 @@ template <class C> fa_code launch_forward(const DropoutForwardParams &params, in
 
 #define FA_DEFINE(name, head_dim, kind, T)                                                                             \
     extern "C" Launch name;                                                                                            \
-    fa_code name(const DropoutForwardParams &params, int64_t blocks, const fa_launch &launch) {                        \
+    fa_code name(const LightForwardParams &params, int64_t blocks, const fa_launch &launch) {                          \
         return launch_forward<Config<T, head_dim, kind>>(params, blocks, launch);                                      \
     }
 FA_INSTANCES(FA_DEFINE)

@@ -63,7 +63,7 @@ template <class C, class Params> __device__ __forceinline__ void forward_block(c
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(&smem.k_full[stage], 1);
             mbarrier_init(&smem.v_full[stage], 1);
-            mbarrier_init(&smem.k_empty[stage], C::kConsumers);
+            mbarrier_init(&smem.k_empty[stage], C::kLight ? C::kConsumers * 4 : C::kConsumers);
             mbarrier_init(&smem.v_empty[stage], C::kConsumers);
         }
         mbarrier_init_fence();
@@ -87,6 +87,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     forward_dropout(const __grid_constant__ DropoutForwardParams p) {
+    forward_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    forward_light(const __grid_constant__ LightForwardParams p) {
     forward_block<C>(p);
 }
 

@@ -4,6 +4,7 @@
 #include "sm90/common/schedule.cuh"
 #include "sm90/common/softmax.cuh"
 #include "sm90/common/tma.cuh"
+#include "sm90/score/light.cuh"
 
 namespace fa::sm90 {
 
@@ -35,10 +36,21 @@ __device__ __forceinline__ const DropoutForwardParams &dropout_of(const ForwardP
     return static_cast<const DropoutForwardParams &>(p);
 }
 
+struct LightForwardParams : DropoutForwardParams {
+    LightParams light;
+};
+__device__ __forceinline__ const LightParams &light_of(const ForwardParams &p) {
+    return static_cast<const LightForwardParams &>(p).light;
+}
+
 template <bool Dropout> struct ForwardDropout {};
 template <> struct ForwardDropout<true> {
     fa_dropout words; // as they were when the block began
 };
+
+/* The words of the blocks in the ring of keys, where the producer leaves blocks out. */
+template <bool Listed, int Stages> struct ForwardBlocks {};
+template <int Stages> struct ForwardBlocks<true, Stages> { BlockWord of[Stages]; };
 
 template <class C> struct ForwardSmem {
     static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
@@ -57,17 +69,20 @@ template <class C> struct ForwardSmem {
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
     uint64_t tile_full[kTileStages], tile_empty[kTileStages]; // the producer hands tiles to the consumers
     [[no_unique_address]] ForwardDropout<C::kDropout> dropout;
+    [[no_unique_address]] ForwardBlocks<C::kLight, C::kStages> blocks;
 };
 
 /* Key blocks of the tile of queries from `row`. With dropout the last ends with a whole 16 keys, of which a lane has
- * what one call of the generator serves. */
+ * what one call of the generator serves; of the light kind with a whole block of a map. */
 template <class C> __device__ __forceinline__ KeyBlocks forward_blocks(const ForwardParams &p, int row) {
     const int row_end = min(row + C::kTileM, p.seq_q);
     KeyBlocks blocks = key_blocks<C::kMasked, C::kTileN>(p.visible, row, row_end);
-    if constexpr (C::kDropout) {
+    if constexpr (C::kDropout || C::kLight) {
         if (blocks.count == 0) return blocks;
-        const int key_begin = dropout_of(p).key_begin;
-        blocks.end += -(key_begin + blocks.end) & 15;
+        if constexpr (C::kLight)
+            blocks.end += -blocks.end & 63;
+        else
+            blocks.end += -(dropout_of(p).key_begin + blocks.end) & 15;
         blocks.count = (blocks.end - begin_of(p.visible, row) + C::kTileN - 1) / C::kTileN;
     }
     return blocks;

@@ -1,0 +1,96 @@
+/* A boolean mask and ALiBi beside a range of keys a row, in a main loop whose accumulators have queries as rows.
+ *
+ * Scores are then in base 2, product * factor - slope * |key - place|, and so is the running maximum: the fast path
+ * takes products as they are,
+ *
+ *     weight = 2^(product * factor + (slope * column + start)),    start = slope * (first key - place) - maximum
+ *
+ * one FFMA more than without, wherever all keys of a block lie on one side of the rows' places; the sign of the slope
+ * says on which. Distances count from the block's first key, so that long rows keep their bits. Where a block straddles
+ * the places, and where the fast path gives up, scores are computed in place (transform()). */
+#pragma once
+#include "common/alibi.cuh" // slope_of
+#include "common/score.cuh" // kLog2E, round_score
+#include "sm90/common/softmax.cuh"
+#include "sm90/score/pair_map.cuh"
+
+namespace fa::sm90 {
+
+struct LightParams {
+    PairMap map;      // words NULL: no mask
+    fa_operand alibi; // data NULL: none
+    int diagonal;     // row i stands at key i + diagonal, counted from the call's first visible one
+    bool behind;      // no row sees a key beyond its place
+};
+
+/* What the producer tells of a block of keys beside its stage, in one word: its first key in units of 64, which may be
+ * -1, and flags: which warpgroups see some of its pairs, and for which some are hidden. */
+struct BlockWord {
+    static constexpr int kShift = 7; // up to three warpgroups
+    static constexpr uint32_t kSeen = 7, kLast = 64;
+    uint32_t word;
+
+    __device__ __forceinline__ int first_key() const { return (static_cast<int>(word) >> kShift) * 64; }
+    __device__ __forceinline__ bool sees(int wg) const { return word >> wg & 1; }
+    __device__ __forceinline__ bool mixed(int wg) const { return word >> (3 + wg) & 1; }
+    __device__ __forceinline__ bool last() const { return word & kLast; }
+};
+
+/* A thread's part of a tile: rows `row` and row + 8. */
+struct LightRows {
+    const uint32_t *words; // of the warp's 16 rows and this lane
+    float slope;           // times log2(e)
+    int place;             // of the lane's first column, from where its first row stands
+
+    __device__ __forceinline__ void begin(const LightParams &p, int batch, int head, int row, int lane) {
+        const int plane = p.map.plane(batch, head);
+        if (p.map.words) words = p.map.words_of(plane, row / 16, lane);
+        slope = round_score(slope_of(p.alibi, batch, head), kLog2E);
+        place = 2 * (lane % 4) - (row + p.diagonal);
+    }
+
+    /* The mask's bits of a block's pairs, in two words of 64 keys. */
+    template <int kKeys>
+    __device__ __forceinline__ void fetch(uint32_t (&pairs)[2], const PairMap &map, int first_key) {
+        static_assert(kKeys == 64 || kKeys == 128);
+        pairs[0] = pairs[1] = 0xffffffff;
+        if (!map.words) return;
+        const int block = first_key >> 6; // -1 where the block begins before the first key
+        pairs[0] = words[int64_t(max(block, 0)) * map.column_step * 32];
+        if constexpr (kKeys == 128) pairs[1] = words[int64_t(block + 1) * map.column_step * 32];
+    }
+    /* Those of row r, as columns_below() counts them. */
+    static __device__ __forceinline__ uint32_t row_bits(const uint32_t (&pairs)[2], int r) {
+        return __byte_perm(pairs[0], pairs[1], r ? 0x7632 : 0x5410);
+    }
+
+    /* Whether `keys` keys from first_key on lie on both sides of the places of some of a warpgroup's rows, the first of
+     * which is `row`. */
+    static __device__ __forceinline__ bool straddles(const LightParams &p, int first_key, int keys, int row) {
+        return !p.behind && first_key < row + p.diagonal + 63 && first_key + keys - 1 > row + p.diagonal;
+    }
+    /* The slope along the keys of a block that does not straddle. */
+    __device__ __forceinline__ float along(const LightParams &p, int first_key, int row) const {
+        return p.behind || first_key < row + p.diagonal + 63 ? slope : -slope;
+    }
+    /* The start of row r's exponents in the fast path. */
+    __device__ __forceinline__ float start(float along, int first_key, int r, float maximum) const {
+        return fmaf(along, static_cast<float>(first_key + place - 8 * r), -maximum);
+    }
+
+    /* Products to scores in base 2. */
+    template <int Count>
+    __device__ __forceinline__ void transform(float (&scores)[Count], float factor, int first_key) const {
+        const float from[2] = {static_cast<float>(first_key + place), static_cast<float>(first_key + place - 8)};
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const float distance = fabsf(from[(i >> 1) & 1] + static_cast<float>(i / 4 * 8 + i % 2));
+            scores[i] = __fmaf_rz(-slope, distance, round_score(scores[i], factor));
+        }
+    }
+};
+
+/* Column of a thread's score i in a block, from its first one. */
+__device__ __forceinline__ float score_column(int i) { return static_cast<float>(i / 4 * 8 + i % 2); }
+
+} // namespace fa::sm90
