@@ -28,7 +28,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     };
     if (C::kTurns && wg == C::kConsumers - 1) turn_pass();
 
-    const float state_factor = C::kLight ? 1.0f : p.score_factor; // of the running maximum to base 2
+    const auto state_factor = [&] { return C::kLight ? 1.0f : p.score_factor; }; // of the running maximum to base 2
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const KeyBlocks blocks = forward_blocks<C>(p, tile_row);
@@ -70,10 +70,10 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             auto first_key_of = [&](int block) {
                 return C::kLight ? told.first_key() : blocks.end - (block + 1) * kTileN;
             };
-            auto free_keys = [&](int block) {
+            auto free_keys = [&](bool last) {
                 if constexpr (C::kLight) __syncwarp(); // each warp for itself: all lanes have read the block's word
                 if (C::kLight ? lane == 0 : elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
-                if (elected && is_last(block)) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
+                if (elected && last) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
                 k_ring.advance();
             };
             auto free_values = [&] {
@@ -116,16 +116,19 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     kept_flags<kTileN>(kept, smem.dropout.words, {row, key, tile.batch, tile.head});
                 }
             };
-            /* The same in the fast path of the light kind: false where it has none. */
-            auto try_light = [&](auto &fresh) {
-                const int first_key = told.first_key();
-                if (LightRows::straddles(light_of(p), first_key, kTileN, wg_row)) return false;
-                const float along = light.along(light_of(p), first_key, wg_row);
-                const float start[2] = {light.start(along, first_key, 0, softmax.maximum[0]),
-                                        light.start(along, first_key, 1, softmax.maximum[1])};
-                return softmax.try_absorb_by<T>(fresh, [&](int i) {
-                    return fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[(i >> 1) & 1]));
-                });
+            auto try_absorb = [&](auto &fresh) {
+                if constexpr (C::kLight) {
+                    const int first_key = told.first_key();
+                    if (LightRows::straddles(light_of(p), first_key, kTileN, wg_row)) return false;
+                    const float along = light.along(light_of(p), first_key, wg_row);
+                    const float start[2] = {light.start(along, first_key, 0, softmax.maximum[0]),
+                                            light.start(along, first_key, 1, softmax.maximum[1])};
+                    return softmax.try_absorb_by<T>(fresh, [&](int i) {
+                        return fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[(i >> 1) & 1]));
+                    });
+                } else {
+                    return softmax.try_absorb<T>(fresh, scores, p.score_factor);
+                }
             };
             bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
@@ -150,7 +153,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
-                free_keys(block);
+                free_keys(is_last(block));
                 if constexpr (!kPolynomial) cap(scores);
                 if constexpr (kMaskBlock) mask(scores, block);
                 if constexpr (!C::kOverlap) wait_out();
@@ -161,16 +164,12 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                                                         near);
                     if (!done) cap(scores);
                 }
-                if constexpr (C::kLight)
-                    done = try_light(fresh);
-                else
-                    done = done || softmax.try_absorb<T>(fresh, scores, p.score_factor);
-                if (!done) {
+                if (!done && !try_absorb(fresh)) {
                     if constexpr (C::kLight) {
                         light.transform(scores, p.score_factor, told.first_key());
                         if constexpr (kMaskBlock) mask(scores, block);
                     }
-                    softmax.absorb<false, T>(scores, state_factor);
+                    softmax.absorb<false, T>(scores, state_factor());
                     pack_scores<T>(fresh, scores);
                     if constexpr (C::kOverlap) {
                         wgmma_wait<0>();
@@ -242,11 +241,11 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kLight) light.fetch<kTileN>(pairs, light_of(p).map, told.first_key());
                 wgmma_wait<0>();
                 wgmma_pin(part);
-                free_keys(first);
+                free_keys(is_last(first));
                 cap(part);
                 if constexpr (C::kLight) light.transform(part, p.score_factor, told.first_key());
                 if (C::kMasked || blocks.end > p.visible.seq_k) mask(part, first);
-                softmax.absorb<true, T>(part, state_factor);
+                softmax.absorb<true, T>(part, state_factor());
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
@@ -255,32 +254,30 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
 
             mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
             auto take_turn = [&](int block) {
-                if (block == 0) return;
-                turn_wait();
-                turn_pass();
+                if (block > 0) {
+                    turn_wait();
+                    turn_pass();
+                }
             };
             auto skip = [&](int block) { // another's
                 take_turn(block);
                 join_warps();
-                free_keys(block);
+                free_keys(is_last(block));
                 if (block > 0) skip_values(); // no later: the producer loads them before more keys
             };
-            bool sees = false;
-            if constexpr (C::kLight) {
+            if constexpr (C::kLight)
                 for (wait_keys(); !told.sees(wg); wait_keys()) {
                     skip(first++);
                     if (told.last()) break;
                 }
-                sees = told.sees(wg);
-            } else {
+            else
                 for (int block = 0; block < first; ++block) {
                     wait_keys();
                     skip(block);
                 }
-                sees = first < blocks.count;
-                if (sees) wait_keys();
-            }
-            if (sees) {
+            const auto sees = [&] { return C::kLight ? told.sees(wg) : first < blocks.count; };
+            if (sees()) {
+                if constexpr (!C::kLight) wait_keys();
                 take_turn(first);
                 if constexpr (C::kHalfBlocks) {
                     if (seen_end - (blocks.end - (first + 1) * kTileN) <= kTileN / 2)
@@ -292,7 +289,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
             }
             if (first > 0) skip_values();
-            if (sees) {
+            if (sees()) {
                 int block = first + 1;
                 if constexpr (C::kLight) {
                     block = steps_told(block);
@@ -328,7 +325,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const RowResult result =
-                softmax.finish(r, state_factor, sink, softmax.highest_rounding<T>(r, state_factor));
+                softmax.finish(r, state_factor(), sink, softmax.highest_rounding<T>(r, state_factor()));
             factor[r] = result.factor;
             if constexpr (C::kDropout) factor[r] *= dropout_of(p).kept;
             lse[r] = result.lse;
