@@ -180,24 +180,25 @@ typedef struct fa_operand {
 } fa_operand;
 
 /* Attention. Strides are in elements and in the axis order shown, whatever the user's layout; a size-1 or broadcast
- * axis has stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right
- * and, where there is a mask, mask[b,h,i,j] != 0. Causal is folded into `right`; a bound that excludes nothing is
- * FA_UNBOUNDED. [key_begin, key_end) is the union of what the queries see through causal and window; it is (0, 0) when
- * that is empty.
+ * axis has stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right,
+ * where there is a mask mask[b,h,i,j] != 0, and where there are intervals one of [b,h,i] holds j, whose ends may be
+ * anything (geometry.h). Causal is folded into `right`; a bound that excludes nothing is FA_UNBOUNDED. [key_begin,
+ * key_end) is the union of what the queries see through causal and window; it is (0, 0) when that is empty.
  *
  * Where the problem has sequences, seq_q and seq_k are the rows of q, packed ones all together, and the keys that an
  * entry has room for; diagonal, key_begin and key_end are each entry's own (geometry.h). Packed operands have batch
  * stride 0, as has their lse, an (H, T); axis 0 of paged k and v is the page. */
 typedef struct fa_forward {
-    fa_operand q;     /* (B, H, Sq, D) */
-    fa_operand k;     /* (B, Hk, Sk, D) */
-    fa_operand v;     /* (B, Hk, Sk, Dv) */
-    fa_operand out;   /* (B, H, Sq, Dv); data may be NULL while only planning */
-    fa_operand lse;   /* (B, H, Sq); data NULL: not wanted, or not there while only planning */
-    fa_operand bias;  /* (B, H, Sq, Sk); data NULL: none */
-    fa_operand mask;  /* (B, H, Sq, Sk), bytes; data NULL: none */
-    fa_operand sinks; /* (H) in stride[0]; data NULL: none */
-    fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
+    fa_operand q;         /* (B, H, Sq, D) */
+    fa_operand k;         /* (B, Hk, Sk, D) */
+    fa_operand v;         /* (B, Hk, Sk, Dv) */
+    fa_operand out;       /* (B, H, Sq, Dv); data may be NULL while only planning */
+    fa_operand lse;       /* (B, H, Sq); data NULL: not wanted, or not there while only planning */
+    fa_operand bias;      /* (B, H, Sq, Sk); data NULL: none */
+    fa_operand mask;      /* (B, H, Sq, Sk), bytes; data NULL: none */
+    fa_operand sinks;     /* (H) in stride[0]; data NULL: none */
+    fa_operand alibi;     /* (B, H) slopes, float32; data NULL: none */
+    fa_operand intervals; /* (B, H, Sq, n), begins of ranges of keys, int32; data NULL: none */
     int64_t batch, heads, heads_kv, seq_q, seq_k;
     int64_t left, right, diagonal;
     int64_t key_begin, key_end;
@@ -212,6 +213,8 @@ typedef struct fa_forward {
     /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. A query sees the keys of its own
      * id alone. */
     fa_operand q_segments, k_segments;
+    int64_t intervals_end; /* elements from the begin of an interval to its end */
+    int intervals_count;   /* n: 1 or 2 */
 } fa_forward;
 
 /* One result of attention over a part of the keys. */
@@ -457,7 +460,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 7
+#define FA_KERNEL_ABI 8
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

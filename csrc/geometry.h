@@ -204,6 +204,12 @@ FA_INLINE fa_span fa_entry_keys(const fa_entry *e, int64_t left, int64_t right) 
     return fa_seen_keys(e, left, right, first, last);
 }
 
+/* The keys that an interval holds of those there are; its end lies `to_end` elements behind its begin. */
+FA_INLINE fa_span fa_interval(const int32_t *begin, int64_t to_end, int64_t keys) {
+    const fa_span span = {fa_clamp(fa_index(begin, 0), 0, keys), fa_clamp(fa_index(begin, to_end), 0, keys)};
+    return span;
+}
+
 /* The entry of the table in row b and column `column`. */
 FA_INLINE int32_t fa_page_entry(const fa_pages *pages, int64_t b, int64_t column) {
     return fa_index(pages->table, b * pages->stride + column);

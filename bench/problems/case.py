@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.problems import dense, magnitudes, stored
-from bench.problems.dense import ALIBIS, ARRAYS, BIASES, MASKS, SINKS, STRIDES, VALUES
+from bench.problems.dense import ALIBIS, ARRAYS, BIASES, INTERVALS, MASKS, SINKS, STRIDES, VALUES
 from bench.problems.lengths import Lengths, Storage, numbers, pair
 from bench.problems.placement import place
 from bench.problems.stored import POSITIONS
@@ -22,13 +22,13 @@ OPERATIONS_OF_SEQUENCES = ("serving", "backward", "append")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
     "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"),
-    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "layout": ("bhsd", "bshd"), "strides": STRIDES,
+    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "intervals": INTERVALS, "layout": ("bhsd", "bshd"), "strides": STRIDES,
     "values": VALUES, "k_range": ("True", "False"), "positions": POSITIONS, "segments": ("True", "False"),
     "operation": tuple(dict.fromkeys((*OPERATIONS, *OPERATIONS_OF_SEQUENCES))),
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
 #: Options that cases of sequences cannot have, and those that they alone have.
-NOT_OF_SEQUENCES = ("bias", "mask", "strides", "values")
+NOT_OF_SEQUENCES = ("bias", "mask", "intervals", "strides", "values")
 OF_SEQUENCES = ("k_range", "positions", "segments", "max_seqlen_q")
 
 
@@ -47,7 +47,7 @@ class Case:
     with results like it (``parts``), or of ``fa_ext.append``, which writes the last queries of each sequence into its cache.
     heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
-    mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
+    mask, bias, sinks, alibi and intervals name kinds (MASKS, BIASES, SINKS, ALIBIS, INTERVALS); dropout is (p, seed); strides and values name how
     q, k and v lie in memory and what they hold (STRIDES, VALUES); logits is (kind, exponent) of ``magnitudes``, such as
     ("rising", 20), or ("rising", -20) for scores of about -2^20, and takes the place of q's and k's values. Of the backward
     pass alone: deterministic, accumulate (into float32), and dlse, whether it is given one; all gradients that there are, are
@@ -74,6 +74,7 @@ class Case:
     mask: str | None = None
     sinks: str | bool | None = None
     alibi: str | None = None
+    intervals: str | None = None
     dropout: tuple[float, int] | None = None
     scale: float | None = None
     layout: str | None = None  #: bhsd, of sequences bshd

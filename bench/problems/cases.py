@@ -12,7 +12,7 @@ import random
 
 from bench.problems import magnitudes
 from bench.problems.case import DTYPES, HALVES, Case
-from bench.problems.dense import ALIBIS, BIASES, FLAT_BIASES, MASKS, SINKS, STRIDES, VALUES
+from bench.problems.dense import ALIBIS, BIASES, FLAT_BIASES, INTERVALS, MASKS, SINKS, STRIDES, VALUES
 
 #: log2 of the scores up to which gradients are judged: their LSE is 2^16 at most.
 LARGEST_BACKWARD = 15
@@ -146,6 +146,11 @@ def contract() -> list[Case]:
         cases.append(Case(**small, head_dim=dims(), dtype=t, alibi=kind, causal=aligns(), layout=layout()))
         cases.append(Case(1, 4, 1, 3, 1023, 64, dtype=t, alibi=kind, causal=aligns(), window=(700, None), softcap=9.0,
                           bias="holes", sinks="same", mask="rows"))  # fmt: skip
+    # Intervals.
+    for kind, t in itertools.product(INTERVALS, DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, intervals=kind, causal=aligns(), layout=layout()))
+        cases.append(Case(1, 4, 1, 3, 1023, 64, dtype=t, intervals=kind, causal=aligns(), window=(700, None), softcap=9.0,
+                          sinks="same", mask="rows"))  # fmt: skip
     # Dropout.
     for p, t in itertools.product((0.1, 0.5), DTYPES):
         cases.append(Case(**small, head_dim=dims(), dtype=t, dropout=(p, 7), causal=aligns(), layout=layout()))
@@ -194,6 +199,7 @@ def float64() -> list[Case]:
         Case(**small, bias="finfo_max", sinks="huge", softcap=1e-300),
         *(Case(**small, alibi=kind, causal="bottom_right") for kind in ALIBIS),
         Case(**small, alibi="steep", bias="finfo_min", softcap=3.0),
+        *(Case(**small, intervals=kind, causal="top_left", sinks="same") for kind in INTERVALS),
         Case(**small, dropout=(0.3, 5), causal="top_left", sinks="same"),
         Case(**small, values="large"),
         Case(**small, values="nan_outside", causal="top_left", window=(5, 5)),
@@ -291,6 +297,7 @@ def _random_case(rng: random.Random, seed: int) -> Case:
         scale=sometimes(0.1, lambda: rng.choice((0.05, 0.5, -0.2))), layout=rng.choice(("bhsd", "bshd")),
         strides=strides, values=values, seed=seed,
         dropout=sometimes(0.15, lambda: (rng.choice((0.1, 0.5, 1 / 65536)), rng.randint(0, 1 << 40))),
+        intervals=sometimes(0.15, lambda: rng.choice(INTERVALS)),
     )  # fmt: skip
     return sometimes(0.2, lambda: _of_any_magnitude(rng, case), case)
 
@@ -361,6 +368,7 @@ _MUST_ACCEPT = {
 #: Kernels of packed queries alone, which take no dense call.
 OF_PACKED_QUERIES = ("packed_sm90",)
 WITH_BOTH = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
+WITH_INTERVALS = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
 WITH_DROPOUT = (*WITH_BOTH, "wgmma_dropout_sm90")
 WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90", "packed_sm90")
 
@@ -369,5 +377,6 @@ def must_accept(kernel: str, case: Case) -> bool:
     """Whether ``kernel`` fails the tests by rejecting ``case`` (on a device it runs on). A kernel that is not listed above is
     held to what ``minimal`` takes."""
     taken = (not case.alibi or kernel in WITH_ALIBI) and (not case.dropout or kernel in WITH_DROPOUT)
+    taken = taken and (not case.intervals or kernel in WITH_INTERVALS)
     return kernel not in OF_PACKED_QUERIES and _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
 

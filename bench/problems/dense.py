@@ -22,8 +22,9 @@ BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "fin
 FLAT_BIASES = ("finfo_min", "finfo_max", "low", "lowest", "high")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
+INTERVALS = ("full", "two", "wild", "causal", "documents", "first", "keys", "heads", "none", "strided")
 #: The arrays that a case may add to q, k and v: each is a field that names a kind.
-ARRAYS = ("bias", "mask", "sinks", "alibi")
+ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals")
 
 
 def host_inputs(case: Case) -> dict:
@@ -222,4 +223,49 @@ def _alibi(case: Case, rng):
     return slopes.astype(np.float32)
 
 
-_MADE = {"bias": _bias, "mask": _mask, "sinks": _sinks, "alibi": _alibi}
+def _intervals(case: Case, rng):
+    """Begins and ends of any order; wild: as far away as int32 goes, too."""
+    b, h, sq, sk = case.batch, case.heads, case.seq_q, case.seq_k
+    kind, rows = case.intervals, np.arange(sq)
+    if kind is None:
+        return None
+
+    def ends(*shape):
+        return rng.integers(-2, sk + 3, (*shape, 2)).astype(np.int32)
+
+    if kind == "full":
+        return ends(b, h, sq)
+    if kind == "two":  # that overlap, touch, lie in each other or are empty, in any order; the first of some queries are alike
+        found = ends(b, h, sq, 2)
+        touching = rng.random((b, h, sq)) < 0.3
+        found[..., 1, 0] = np.where(touching, found[..., 0, 1], found[..., 1, 0])
+        found[:, :, : sq // 4, 0] = np.sort(found[:, :, :1, 0], axis=-1)
+        return found
+    if kind == "wild":
+        far = np.array([-(2**31), -(2**31) + 1, -1, 0, 1, sk, 2**30, 2**31 - 1], np.int32)
+        return np.where(rng.random((b, h, sq, 2, 2)) < 0.7, rng.choice(far, (b, h, sq, 2, 2)), ends(b, h, sq, 2)).astype(np.int32)
+    if kind == "causal":  # with the last query at the last key
+        return np.stack((np.zeros(sq), rows + sk - sq + 1), -1).astype(np.int32)[None, None]
+    if kind == "documents":  # of some twenty keys, queries in step with them
+        starts = np.unique(np.append(rng.integers(0, max(sk, 1), sk // 20), 0))
+        own = np.searchsorted(starts, rows * sk // max(sq, 1), "right") - 1
+        found = np.stack((starts[own], np.append(starts, sk)[own + 1]), -1)
+        return found.astype(np.int32)[None, None]
+    if kind == "first":  # four keys and a window that a length of each batch entry ends
+        window = np.stack((rows + sk - sq - 9, rows + sk - sq + 1), -1)
+        found = np.stack((np.broadcast_to((0, 4), window.shape), window), -2)
+        return np.minimum(found, rng.integers(0, sk + 1, (b, 1, 1, 1, 1))).astype(np.int32)
+    if kind == "keys":  # key padding to the right, and to the left in every other entry
+        lengths = np.arange(1, b + 1) * sk // max(b, 1)
+        left = np.arange(b) % 2 * (sk - lengths)
+        return np.stack((left, left + lengths), -1).astype(np.int32)[:, None, None]
+    if kind == "heads":
+        return ends(1, h, 1, 1)
+    if kind == "none":
+        return np.full((1, 1, 1, 2), sk // 2, np.int32)
+    if kind == "strided":  # backwards along each axis, apart in memory, and one for all of the batch
+        return np.broadcast_to(ends(1, h, 2, 3 * sq)[:, ::-1, ::-1, ::-3, ::-1].transpose(0, 1, 3, 2, 4), (b, h, sq, 2, 2))
+    raise ValueError(f"intervals is {case.intervals!r}; accepted: {', '.join(INTERVALS)}")
+
+
+_MADE = {"bias": _bias, "mask": _mask, "sinks": _sinks, "alibi": _alibi, "intervals": _intervals}

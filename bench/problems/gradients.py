@@ -173,6 +173,8 @@ class Gradients(GradientArrays, Operands):
             axes = {array.ndim - 4: entries, array.ndim - 3: heads}
         elif name in ("sinks", "alibi"):
             axes = {array.ndim - 2: entries, array.ndim - 1: heads}
+        elif name == "intervals":
+            axes = {0: entries, 1: heads}
         else:
             of_rows = 2 if self.case.layout == "bshd" and name not in ("lse", "dlse") else 1
             axes = {0: entries, of_rows: kv_heads if name in ("k", "v") else heads}

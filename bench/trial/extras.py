@@ -1,4 +1,4 @@
-"""Masks, biases, sinks and slopes of timed calls: every call has others, as it has other q, k and v.
+"""Masks, biases, sinks, slopes and intervals of timed calls: every call has others, as it has other q, k and v.
 
 A few variants of each are drawn; a call gets one of them, rolled by drawn steps along every axis. One is drawn anew now and
 then, before each sample where that is cheap.
@@ -31,7 +31,7 @@ class Extra:
         for _ in range(VARIANTS):
             self._make(len(self.variants))
         self.shape, self.dtype = self.variants[0].shape, self.variants[0].dtype.name
-        kept = name in ("mask", "bias") and getattr(case, name) in ORDERED
+        kept = len(self.shape) - 3 if name == "intervals" else name in ("mask", "bias") and getattr(case, name) in ORDERED
         self.axes = tuple(range(len(self.shape) - kept))
 
     def renew(self, rng: np.random.Generator) -> None:
@@ -49,9 +49,11 @@ class Extra:
         raw.reshape(image.shape)[...] = (self.home.torch or self.home.cupy or np).roll(image, steps, self.axes)
 
     def of_head(self, drawn: Drawn, batch: int, head: int) -> np.ndarray:
-        """The part that a head of a batch entry sees: (1, 1, queries or 1, keys or 1) of a mask and a bias, (1,) of others."""
+        """The part that a head of a batch entry sees: (1, 1, queries or 1, keys or 1) of a mask and a bias, (1, 1, queries or 1, ...)
+        of intervals, (1,) of others."""
         variant, steps = drawn
-        array, axes = self.variants[variant], 4 if self.name in ("mask", "bias") else 2
+        array = self.variants[variant]
+        axes = {"mask": 4, "bias": 4, "intervals": array.ndim}.get(self.name, 2)
         missing = axes - array.ndim
         array = array.reshape((1,) * missing + array.shape)
         every = [0] * axes
@@ -59,7 +61,7 @@ class Extra:
             every[missing + axis] = step
         lead = [(place - step) % n for place, step, n in zip((batch, head), every, array.shape)]  # of one entry the only one
         part = array[lead[0], lead[1]]
-        return part.reshape(1) if axes == 2 else np.roll(part, every[2:], (0, 1))[None, None]
+        return part.reshape(1) if axes == 2 else np.roll(part, every[2:], tuple(range(part.ndim)))[None, None]
 
     def _make(self, place: int) -> None:
         array = np.ascontiguousarray(dense.extra(self.case, self.name, self.dice.rng(self.name)))

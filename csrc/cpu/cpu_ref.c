@@ -12,6 +12,7 @@
 #include "cpu/alibi.h"
 #include "cpu/element.h"
 #include "cpu/entries.h"
+#include "cpu/intervals.h"
 #include "cpu/limit.h"
 #include "fa.h"
 #include "philox.h"
@@ -22,12 +23,13 @@ typedef struct row {
     int64_t batch, head, head_kv, query;
     int64_t position; /* where the query stands among the keys */
     double slope;
+    fa_held held;
     int64_t pairs; /* and rows, since the caller was asked whether it wants more */
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
 static bool masked(const fa_forward *p, const row *r, int64_t key) {
-    if (!fa_same_segment(p, r->batch, r->query, key)) return true;
+    if (!fa_same_segment(p, r->batch, r->query, key) || !fa_holds(&r->held, key)) return true;
     if (!p->mask.data) return false;
     return !((const uint8_t *)p->mask.data)[fa_at(&p->mask, r->batch, r->head, r->query, key)];
 }
@@ -68,7 +70,7 @@ static double visible_score(const fa_problem *problem, const row *r, int64_t key
 static double attend(const fa_problem *problem, row *r, double *scores, int64_t kept) {
     const fa_forward *p = &problem->forward;
     const fa_entry *e = &r->entry->entry;
-    const fa_span keys = fa_row_keys(e, p->left, p->right, r->position);
+    const fa_span keys = fa_held_within(&r->held, fa_row_keys(e, p->left, p->right, r->position));
     double sink = -INFINITY;
     if (p->sinks.data)
         sink = fa_bounded(fa_load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
@@ -130,6 +132,7 @@ static void write_row(const fa_problem *problem, row *r, int64_t row, double *sc
         const int64_t base = r->batch * p->q.stride[0] + r->head * p->q.stride[1] + row * p->q.stride[2];
         for (int d = 0; d < p->head_dim; d++) r->q[d] = fa_load(p->q.data, p->dtype, base + d * p->q.stride[3]);
         r->position = fa_position(e, r->query);
+        r->held = fa_held_keys(p, r->batch, r->head, r->query);
         lse = attend(problem, r, scores, kept);
     } else {
         for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
@@ -166,7 +169,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .summary = "portable C, float64 sums, one query row at a time",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
+             FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
              FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT | FA_WITH_SEGMENTS,
     .plan = plan,
     .launch = launch,

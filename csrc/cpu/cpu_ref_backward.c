@@ -133,8 +133,7 @@ static void queries_task(const void *context, int64_t index, int worker) {
     memset(sum, 0, sizeof s->scratch[worker].first);
     for (int64_t n = 0; n < count; n++) load_query(problem, b, head, first + n, &x[n]);
     fa_span keys = x[0].at.keys;
-    for (int64_t n = 1; n < count; n++)
-        keys = (fa_span){least(keys.begin, x[n].at.keys.begin), most(keys.end, x[n].at.keys.end)};
+    for (int64_t n = 1; n < count; n++) keys = fa_span_joined(keys, x[n].at.keys);
     for (int64_t j = keys.begin; j < keys.end && !stopped(problem, j); j++) {
         load_key(p, b, head / fa_group(f), j, y);
         for (int64_t n = 0; n < count; n++)
@@ -317,9 +316,9 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref_backward = {
     .name = "cpu_ref_backward",
     .summary = "every gradient, pair by pair, in portable C with float64 sums",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
-    .takes = FA_WITH_SEGMENTS | FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW |
-             FA_WITH_HEAD_DIM_V | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED |
-             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS,
+    .takes = FA_WITH_SEGMENTS | FA_WITH_INTERVALS | FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP |
+             FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED | FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS,
     .plan = plan,
     .launch = launch,
 };

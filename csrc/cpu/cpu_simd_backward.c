@@ -349,8 +349,8 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_simd_backward = {
     .summary = "AVX-512, AVX2 or portable vectors on all cores, five products a pair",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI |
-             FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES,
+             FA_WITH_INTERVALS | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED |
+             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = plan,
     .launch = launch,
 };

@@ -87,10 +87,12 @@ void fa_cpu_clear(const fa_problem *problem, const fa_cpu_entry *entry) {
 
 /* ---- sinks ---- */
 
-/* Whether segments, mask and bias, which hide a key whatever its slope, leave none of the keys of query i. */
+/* Whether intervals, segments, mask and bias, which hide a key whatever its slope, leave none of the keys of query i.
+ */
 static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
     const fa_forward *f = &problem->forward;
-    const fa_query x = {.batch = b, .head = h, .index = i, .keys = fa_keys_of(problem, i)};
+    fa_query x = fa_query_at(problem, b, h, i);
+    x.slope = 0;
     const bool alike =
         !f->q_segments.data && (!f->mask.data || f->mask.stride[3] == 0) && (!f->bias.data || f->bias.stride[3] == 0);
     const int64_t end = alike && x.keys.begin < x.keys.end ? x.keys.begin + 1 : x.keys.end;

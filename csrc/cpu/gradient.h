@@ -8,6 +8,7 @@
 #include "cpu/alibi.h"
 #include "cpu/element.h"
 #include "cpu/entries.h"
+#include "cpu/intervals.h"
 #include "cpu/limit.h"
 #include "fa.h"
 
@@ -24,22 +25,24 @@ static inline fa_span fa_keys_of(const fa_problem *problem, int64_t i) {
 typedef struct fa_query {
     int64_t batch, head, index;
     int64_t position; /* where it stands among the keys */
-    fa_span keys;     /* that it may see through causal and window */
+    fa_span keys;     /* that it may see through causal, window and intervals */
     double slope;     /* of its head */
+    fa_held held;
 } fa_query;
 
 static inline fa_query fa_query_at(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
     const fa_entry entry = fa_cpu_dense(problem);
     const int64_t position = fa_position(&entry, i);
     const fa_span keys = fa_row_keys(&entry, problem->forward.left, problem->forward.right, position);
-    return (fa_query){b, h, i, position, keys, fa_slope(&problem->forward, b, h)};
+    const fa_held held = fa_held_keys(&problem->forward, b, h, i);
+    return (fa_query){b, h, i, position, fa_held_within(&held, keys), fa_slope(&problem->forward, b, h), held};
 }
 
-/* Whether segments, mask and bias leave a pair, and what bias and ALiBi add to its score. */
+/* Whether intervals, segments, mask and bias leave a pair, and what bias and ALiBi add to its score. */
 static inline bool fa_pair_seen(const fa_problem *problem, const fa_query *x, int64_t j, double *bias) {
     const fa_forward *f = &problem->forward;
     *bias = 0;
-    if (!fa_same_segment(f, x->batch, x->index, j)) return false;
+    if (!fa_holds(&x->held, j) || !fa_same_segment(f, x->batch, x->index, j)) return false;
     if (f->mask.data && !((const uint8_t *)f->mask.data)[fa_at(&f->mask, x->batch, x->head, x->index, j)]) return false;
     if (f->bias.data) {
         *bias = fa_load(f->bias.data, f->bias_dtype, fa_at(&f->bias, x->batch, x->head, x->index, j));

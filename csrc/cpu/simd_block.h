@@ -1,6 +1,6 @@
 /* A block of query rows, FA_CPU_MR vectors wide, and its online softmax. For each tile of keys:
  *   S^T = K Q^T                     (simd_gemm.h; times the scale)
- *   softcap, bias, ALiBi, mask, window     (only where there are any)
+ *   softcap, bias, ALiBi, mask, window, intervals     (only where there are any)
  *   m' = max(m, max S);  P = e^(S - m');  l = l e^(m - m') + sum P;  O^T = O^T e^(m - m') + V^T P^T
  * and at the end O / l and LSE = m + ln l. A sink enters as a key of score sink and value 0 before the first.
  *
@@ -14,6 +14,7 @@
 
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd.h"
+#include "cpu/intervals.h"
 #include "cpu/limit.h"
 #include "cpu/simd_dropout.h"
 #if FA_CPU_AMX
@@ -29,9 +30,10 @@ typedef struct block {
     int rows, mr;
     int64_t query[BLOCK_ROWS], head[BLOCK_ROWS]; /* of each lane; lanes past `rows` repeat the last row */
     int64_t position[BLOCK_ROWS];                /* where the query stands among the keys */
-    fa_span keys, common; /* that some row of it sees through causal and window, that every one does */
-    real *q;              /* (D, pitch) */
-    real *o;              /* (Dv, pitch) */
+    fa_span keys, common;     /* that some row of it sees through causal, window and intervals, that every one does */
+    fa_held held[BLOCK_ROWS]; /* by the intervals of each lane, cut to what causal and window leave it */
+    real *q;                  /* (D, pitch) */
+    real *o;                  /* (Dv, pitch) */
     real maximum[BLOCK_ROWS], sum[BLOCK_ROWS];
 } block;
 
@@ -83,11 +85,36 @@ static real first_maximum(const fa_forward *p, int64_t head) {
     return (real)fa_bounded(load_one(p->sinks.data, p->sinks_dtype, head * p->sinks.stride[0]), REAL_DTYPE);
 }
 
+/* Intervals: what each lane sees, and some, and every one through one of its intervals. */
+static void hold_keys(const work *w, block *b) {
+    const fa_forward *p = w->p;
+    fa_span keys = {0, 0}, common = b->common;
+    for (int lane = 0; lane < b->mr * LANES; lane++) {
+        const fa_span seen = fa_row_keys(&w->entry->entry, p->left, p->right, b->position[lane]);
+        fa_held *held = &b->held[lane];
+        *held = fa_held_keys(p, w->entry->batch, b->head[lane], b->query[lane]);
+        for (int n = 0; n < 2; n++) held->of[n] = fa_span_cut(held->of[n], seen);
+        const fa_span *longer = &held->of[held->of[1].end - held->of[1].begin > held->of[0].end - held->of[0].begin];
+        keys = fa_span_joined(keys, fa_held_within(held, b->keys));
+        common = fa_span_cut(common, *longer);
+    }
+    b->keys = keys, b->common = common;
+}
+
+/* Whether the intervals of some lane hold keys of [begin, end). */
+static bool holds_some(const block *b, int64_t begin, int64_t end) {
+    for (int lane = 0; lane < b->mr * LANES; lane++)
+        for (int n = 0; n < 2; n++)
+            if (b->held[lane].of[n].begin < end && b->held[lane].of[n].end > begin) return true;
+    return false;
+}
+
 static void block_begin(const work *w, block *b) {
     const fa_forward *p = w->p;
     const fa_entry *e = &w->entry->entry;
     const int pitch = b->mr * LANES;
     int64_t first = 0, last = 0; /* position */
+    const bool held = w->problem->forward.intervals.data;
     for (int lane = 0; lane < pitch; lane++) {
         const int64_t row = b->first_row + (lane < b->rows ? lane : b->rows - 1);
         b->query[lane] = row / w->group;
@@ -98,6 +125,7 @@ static void block_begin(const work *w, block *b) {
     }
     b->keys = fa_tile_keys(e, p->left, p->right, first, last);
     b->common = fa_common_keys(e, p->left, p->right, first, last);
+    if (held) hold_keys(w, b);
     for (int m = 0; m < b->mr; m++) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, &p->q, p->dtype);
@@ -147,19 +175,40 @@ static bool all_excluded(const real *mask, int count) {
     return !v_any(seen);
 }
 
-/* Applies softcap, bias, mask and window to S^T in place and gives the tile's maximum of each row. */
+/* Keys [low, high) of a tile that a lane sees, twice: through causal and window, or through one interval or another. */
+typedef struct lanes_seen {
+    vint low[2], high[2];
+} lanes_seen;
+
+static lanes_seen seen_by(const work *w, const block *b, const key_tile *t, int first) {
+    const int64_t keys = t->end - t->begin;
+    lanes_seen seen = {0};
+    for (int lane = 0; lane < LANES; lane++) {
+        const fa_forward *p = w->p;
+        const int64_t position = b->position[first + lane];
+        const fa_held window = {{fa_row_keys(&w->entry->entry, p->left, p->right, position), {0, 0}}};
+        const fa_held *held = w->problem->forward.intervals.data ? &b->held[first + lane] : &window;
+        for (int n = 0; n < 2; n++) {
+            seen.low[n][lane] = (integer)fa_clamp(held->of[n].begin - t->begin, 0, keys);
+            seen.high[n][lane] = (integer)fa_clamp(held->of[n].end - t->begin, 0, keys);
+        }
+    }
+    return seen;
+}
+
+INLINE vint is_seen(const lanes_seen *seen, int key, bool two) {
+    const vint one = (seen->low[0] <= (integer)key) & (seen->high[0] > (integer)key);
+    return two ? one | ((seen->low[1] <= (integer)key) & (seen->high[1] > (integer)key)) : one;
+}
+
+/* Applies softcap, bias, mask, window and intervals to S^T in place and gives the tile's maximum of each row. */
 static void adjust_scores(const work *w, const block *b, const key_tile *t, bool windowed, real *maximum) {
     const fa_forward *p = w->p;
     const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
     const vreal nothing = v_set1(-(real)INFINITY);
     for (int m = 0; m < b->mr; m++) {
-        vint low = {0}, high = {0}; /* a lane sees keys [low, high) of the tile */
-        for (int lane = 0; lane < LANES && windowed; lane++) {
-            const int64_t position = b->position[m * LANES + lane];
-            const fa_span seen = fa_row_keys(&w->entry->entry, p->left, p->right, position);
-            low[lane] = (integer)fa_clamp(seen.begin - t->begin, 0, keys);
-            high[lane] = (integer)fa_clamp(seen.end - t->begin, 0, keys);
-        }
+        lanes_seen seen = {0};
+        if (windowed) seen = seen_by(w, b, t, m * LANES);
         vreal top = nothing;
         for (int n = 0; n < keys; n++) {
             real *at = w->scores + n * pitch + m * LANES;
@@ -170,7 +219,7 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
                 s = v_select(bias == nothing, nothing, v_bounded(bias) + s);
             }
             if (p->mask.data) s = v_select(v_load(w->mask + n * pitch + m * LANES) == 0, s, nothing);
-            if (windowed) s = v_select((low <= (integer)n) & (high > (integer)n), s, nothing);
+            if (windowed) s = v_select(is_seen(&seen, n, p->intervals_count == 2), s, nothing);
             top = v_max(s, top);
             v_store(at, s);
         }

@@ -51,7 +51,7 @@ static work work_on(const fa_problem *problem, void *scratch) {
     arena a = {scratch, 0};
     lay_out(&a, &w, problem);
     w.cap_factor = f->softcap > 0 ? (real)(2 * LOG2E / f->softcap) : 0;
-    w.excludes = f->mask.data || w.biased || f->left < FA_UNBOUNDED || f->right < FA_UNBOUNDED;
+    w.excludes = f->mask.data || f->intervals.data || w.biased || f->left < FA_UNBOUNDED || f->right < FA_UNBOUNDED;
     return w;
 }
 
@@ -165,8 +165,9 @@ static void chunk_gradients(const fa_problem *problem, const fa_gradient_task *t
         for (int64_t row = row_begin; row < row_end && !fa_stopped(problem); row += TILE) {
             int begin, end;
             real *dq = (real *)task->dq + (w.dq ? (h * f->seq_q + row) * dq_width(p) : 0);
-            read_tile(&w, task->head_kv * group + h, row);
+            set_tile(&w, task->head_kv * group + h, row);
             if (seen_keys(&w, &begin, &end)) {
+                read_tile(&w);
                 tile_step(&w, begin, end);
                 if (w.dq) add_tile(&w, dq, task->add, begin, end);
             } else if (w.dq && !task->add) {
@@ -231,8 +232,9 @@ static void add_chunk(const fa_problem *problem, int64_t batch, int64_t head, in
     read_chunk(&w);
     for (; tile < past && tile * TILE < f->seq_q && !fa_stopped(problem); tile++) {
         int begin, end;
-        read_tile(&w, head, tile * TILE);
+        set_tile(&w, head, tile * TILE);
         if (!seen_keys(&w, &begin, &end)) continue;
+        read_tile(&w);
         tile_step(&w, begin, end);
         add_bias(&w, begin, end);
     }

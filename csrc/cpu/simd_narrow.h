@@ -27,13 +27,15 @@ static bool is_narrow(const work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
     return task->rows <= NARROW_ROWS && p->head_dim % NARROW_DIM == 0 && p->head_dim_v % LANES == 0 &&
            p->softcap <= 0 && !w->biased && !w->problem->forward.dropout.threshold && !p->mask.data &&
+           p->intervals_count < 2 && /* a row sees one range of keys */
            (!FA_CPU_AMX || p->v.stride[3] == 1);
 }
 
 static void narrow_begin(const work *w, narrow_row *r) {
     const fa_forward *p = w->p;
     const fa_entry *e = &w->entry->entry;
-    r->keys = fa_row_keys(e, p->left, p->right, fa_position(e, r->query));
+    const fa_held held = fa_held_keys(p, w->entry->batch, r->head, r->query);
+    r->keys = fa_held_within(&held, fa_row_keys(e, p->left, p->right, fa_position(e, r->query)));
     read_query(r->q, element(&p->q, p->dtype, w->entry->batch, r->head, e->first_q + r->query), p->dtype,
                p->q.stride[3], p->head_dim);
     memset(r->o, 0, (size_t)p->head_dim_v * sizeof(real));

@@ -16,6 +16,7 @@
 
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd_backward.h"
+#include "cpu/intervals.h"
 #include "cpu/limit.h"
 #include "cpu/simd_dropout.h"
 #include "cpu/simd_gemm.h"
@@ -50,6 +51,8 @@ typedef struct work {
     int64_t q_pitch, dout_pitch;
     real *q_copy, *dout_copy;
     real *lse, *delta;
+    fa_held held[TILE]; /* by the intervals of each row, if there are any */
+    fa_span held_keys;  /* from the first key that some row holds past the last */
     /* of a block: (TILE, lanes) */
     real *weight, *slope; /* S, then P; dP, then dT */
     real *bias, *mask;
@@ -238,13 +241,24 @@ static real delta_of(work *w, int n) {
 /* Stands for an absent dout: one element for all places. */
 static const double nothing = 0;
 
-static void read_tile(work *w, int64_t head, int64_t row) {
+/* Rows of a head from `row` on, and what intervals leave them. */
+static void set_tile(work *w, int64_t head, int64_t row) {
+    const fa_forward *f = &w->p->forward;
+    w->head = head, w->row = row;
+    w->rows = (int)(f->seq_q - row < TILE ? f->seq_q - row : TILE);
+    w->held_keys = (fa_span){0, f->intervals.data ? 0 : f->seq_k};
+    for (int n = 0; n < w->rows && f->intervals.data; n++) {
+        w->held[n] = fa_held_keys(f, w->batch, head, row + n);
+        w->held_keys = fa_span_joined(w->held_keys, fa_held_within(&w->held[n], (fa_span){0, f->seq_k}));
+    }
+}
+
+static void read_tile(work *w) {
     const fa_backward *p = w->p;
     const fa_forward *f = &p->forward;
     const fa_operand none = {.data = (void *)&nothing};
     const fa_operand *dout = p->dout.data ? &p->dout : &none;
-    w->head = head, w->row = row;
-    w->rows = (int)(f->seq_q - row < TILE ? f->seq_q - row : TILE);
+    const int64_t head = w->head, row = w->row;
     w->q = rows_of(&f->q, f->dtype, w->batch, head, row, row + w->rows, f->head_dim, w->q_copy, &w->q_pitch);
     w->dout = rows_of(dout, f->dtype, w->batch, head, row, row + w->rows, f->head_dim_v, w->dout_copy, &w->dout_pitch);
     for (int n = 0; n < w->rows; n++) {
@@ -300,10 +314,24 @@ INLINE void differentiate(const work *w, const int plain, vint hidden, vreal add
     v_store(wide, dt);
 }
 
+/* Which keys of a vector, the first of which is `key`, the intervals of row n leave out. */
+INLINE vint left_out(const work *w, int n, int64_t key, vint lane) {
+    vint found = {0};
+    for (int i = 0; i < w->p->forward.intervals_count; i++) {
+        const fa_span *held = &w->held[n].of[i];
+        const integer low = (integer)fa_clamp(held->begin - key, 0, LANES);
+        const integer high = (integer)fa_clamp(held->end - key, 0, LANES);
+        found |= (lane >= low) & (lane < high);
+    }
+    return ~found;
+}
+
 /* S, dP -> P, dT in place, and dT beside those of the chunk's other blocks. `windowed`: causal or window hide some. */
 static void weigh(const work *w, int first, int mr, bool windowed) {
     const fa_forward *f = &w->p->forward;
-    const bool plain = !windowed && w->cap <= 0 && !w->biased && !f->mask.data && !w->kept;
+    const bool plain = !windowed && w->cap <= 0 && !w->biased && !f->mask.data && !f->intervals.data && !w->kept;
+    vint lanes = {0};
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = (integer)lane;
     for (int m = 0; m < mr; m++) {
         vint low = {0}, high = {0}; /* rows [low, high) of the tile see the key of a lane */
         for (int lane = 0; lane < LANES && windowed; lane++) {
@@ -323,6 +351,7 @@ static void weigh(const work *w, int first, int mr, bool windowed) {
             vreal added = v_set1(0), slope = v_set1(1);
             if (windowed) hidden |= (low > (integer)n) | (high <= (integer)n);
             if (f->mask.data) hidden |= v_load(w->mask + at) != 0;
+            if (f->intervals.data) hidden |= left_out(w, n, w->key + first + m * LANES, lanes);
             if (w->biased) {
                 const vreal bias = v_load(w->bias + at);
                 hidden |= bias == -(real)INFINITY;
@@ -360,12 +389,13 @@ static void block_step(work *w, int first) {
                !w->rows_finite);
 }
 
-/* Keys [*begin, *end) of the chunk, whole blocks but for the last, that some row of the tile sees through causal and
- * window. */
+/* Keys [*begin, *end) of the chunk, whole blocks but for the last, that some row of the tile sees through causal,
+ * window and intervals. */
 static bool seen_keys(const work *w, int *begin, int *end) {
     const fa_forward *f = &w->p->forward;
-    const int64_t low = w->row + f->diagonal - f->left - w->key;
-    const int64_t high = w->row + w->rows + f->diagonal + f->right - w->key;
+    const fa_span window = {w->row + f->diagonal - f->left, w->row + w->rows + f->diagonal + f->right};
+    const fa_span seen = fa_span_cut(window, w->held_keys);
+    const int64_t low = seen.begin - w->key, high = seen.end - w->key;
     *begin = low <= 0 ? 0 : low >= w->keys ? w->keys : (int)(low / BLOCK_ROWS * BLOCK_ROWS);
     *end = high <= 0 ? 0 : high >= w->keys ? w->keys : (int)((high + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS);
     if (*end > w->keys) *end = w->keys;

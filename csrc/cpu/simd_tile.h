@@ -117,17 +117,12 @@ static void tile_step(work *w, int64_t begin, int64_t end) {
         block *b = &w->block[n];
         const key_tile t = clipped(&tile, b->keys.begin, b->keys.end);
         if (t.begin >= t.end) continue;
+        if (w->problem->forward.intervals.data && !holds_some(b, t.begin, t.end)) continue;
         block_step(w, b, &t, b->common.begin > t.begin || b->common.end < t.end);
     }
 }
 
 /* ---- a task ---- */
-
-/* Both ranges and what lies between; b may be empty. */
-static fa_span joined(fa_span a, fa_span b) {
-    if (b.end <= b.begin) return a;
-    return (fa_span){a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
-}
 
 /* Where the tile of keys that begins at `begin` ends on the grid, or at `end`. */
 static int64_t grid_end(int64_t begin, int64_t end) {
@@ -198,7 +193,7 @@ static bool run(work *w, const fa_simd_task *task) {
         b->rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         b->mr = (b->rows + LANES - 1) / LANES;
         block_begin(w, b);
-        keys = joined(keys, b->keys);
+        keys = fa_span_joined(keys, b->keys);
     }
     for (fa_span t = next_tile(w, keys.begin, keys.end); t.begin < t.end; t = tile_after(w, t.end, keys.end))
         tile_step(w, t.begin, t.end);
@@ -219,7 +214,7 @@ static void run_narrow(work *w, const fa_simd_task *task) {
         r->q = w->block->q + n * p->head_dim;
         r->o = w->block->o + n * p->head_dim_v;
         narrow_begin(w, r);
-        keys = joined(keys, r->keys);
+        keys = fa_span_joined(keys, r->keys);
     }
     for (fa_span span = next_tile(w, keys.begin, keys.end); span.begin < span.end;
          span = tile_after(w, span.end, keys.end)) {
@@ -252,7 +247,8 @@ static void attend(const fa_problem *problem, const fa_simd_task *task, void *sc
         end_products();
         return;
     }
-    const bool excludes = p->mask.data || w.biased || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
+    const bool excludes =
+        p->mask.data || p->intervals.data || w.biased || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
     begin_products(false);
     if (run(&w, task) && excludes) {
         w.contained = true;

@@ -17,7 +17,11 @@
 #include "problem/forward.h"
 #include "problem/operands.h"
 
-enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_COUNT + FA_GRAD_COUNT };
+enum {
+    KEPT_CALLS = 2 /* layers alternate */,
+    MAX_AXES = 5 /* of intervals */,
+    ARRAYS = FA_OPERAND_COUNT + FA_GRAD_COUNT
+};
 
 /* Inlined once for each operation, whose tables are then constants: that takes 30 ns off a call. */
 #define ALWAYS_INLINE        static inline __attribute__((always_inline))
@@ -31,8 +35,8 @@ enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_
 #define DATA_OF_INPUTS(of)                                                                                             \
     DATA(q, of.q.data), DATA(k, of.k.data), DATA(v, of.v.data), DATA(out, of.out.data), DATA(bias, of.bias.data),      \
         DATA(mask, of.mask.data), DATA(sinks, of.sinks.data), DATA(alibi, of.alibi.data),                              \
-        DATA(dropout_state, of.dropout.state), DATA(q_segments, of.q_segments.data),                                   \
-        DATA(k_segments, of.k_segments.data)
+        DATA(dropout_state, of.dropout.state), DATA(intervals, of.intervals.data),                                     \
+        DATA(q_segments, of.q_segments.data), DATA(k_segments, of.k_segments.data)
 
 typedef unsigned short offset;
 

@@ -170,6 +170,38 @@ static fa_code check_alibi(const fa_request *request, const fa_forward *p, fa_op
     return FA_OK;
 }
 
+/* Intervals (B, H, Sq, 2) or (B, H, Sq, n, 2), the first three axes broadcast. */
+static fa_code check_intervals(const fa_request *request, fa_forward *p, fa_status *status) {
+    static char none; /* data of intervals of no query: never read, but not NULL */
+    const fa_view *view = request->intervals;
+    const int64_t target[3] = {p->batch, p->heads, p->seq_q};
+    const int64_t count = view->ndim == 5 ? view->shape[3] : 1;
+    fa_operand *operand = &p->intervals;
+    if (view->dtype != FA_I32)
+        return fa_fail(status, FA_ETYPE, "intervals has dtype %s; accepted: int32", fa_dtype_name(view->dtype));
+    FA_TRY(fa_check_device("intervals", view, "q", request->q, status));
+    FA_TRY(fa_check_extents("intervals", view, status));
+    bool fits = (view->ndim == 4 || view->ndim == 5) && view->shape[view->ndim - 1] == 2 && count > 0;
+    for (int axis = 0; fits && axis < 3; axis++) {
+        fits = view->shape[axis] == target[axis] || view->shape[axis] == 1;
+        operand->stride[axis] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+    }
+    if (!fits)
+        return fa_fail(status, FA_EVALUE,
+                       "intervals has shape %s; accepted: (batch, heads, seq_q, 2) or (batch, heads, seq_q, n, 2), n 1 "
+                       "or 2, where (batch, heads, seq_q) is %s, or 1 in place of any of them",
+                       fa_show_shape(view->shape, view->ndim).text, fa_show_shape(target, 3).text);
+    if (count > 2)
+        return fa_fail(status, FA_EVALUE,
+                       "intervals has shape %s, %lld intervals a query; at most two intervals a query; use mask",
+                       fa_show_shape(view->shape, view->ndim).text, (long long)count);
+    operand->data = view->data ? view->data : &none;
+    operand->stride[3] = count > 1 ? view->strides[3] : 0;
+    p->intervals_end = view->strides[view->ndim - 1];
+    p->intervals_count = (int)count;
+    return FA_OK;
+}
+
 /* The coordinates of the whole stay within what the generator counts. */
 fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q, int64_t seq_k, fa_dropout *dropout,
                            fa_status *status) {
@@ -239,6 +271,7 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
     if (request->alibi) FA_TRY(check_alibi(request, p, &p->alibi, status));
+    if (request->intervals) FA_TRY(check_intervals(request, p, status));
     return check_dropout(request, p, status);
 }
 
@@ -296,7 +329,8 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
     /* what is absent; all other fields are set below */
-    p->lse = p->bias = p->mask = p->sinks = p->alibi = p->q_segments = p->k_segments = (fa_operand){0};
+    p->lse = p->bias = p->mask = p->sinks = p->alibi = p->intervals = p->q_segments = p->k_segments = (fa_operand){0};
+    p->intervals_end = p->intervals_count = 0;
     p->dropout = (fa_dropout){0};
     p->out.data = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;

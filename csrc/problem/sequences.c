@@ -87,6 +87,26 @@ static fa_code check_segments(const fa_request *request, fa_status *status) {
     return FA_OK;
 }
 
+/* The argument that makes sequences of a call, other than axes of q and k; NULL: none. */
+static const char *sequence_argument(const fa_request *request) {
+    for (int n = 0; n < FA_OPERAND_COUNT; n++)
+        if (fa_operands[n].role == FA_ROLE_INDEX && fa_request_view(request, (fa_operand_number)n))
+            return request->q_segments || request->k_segments ? "segments" : fa_operands[n].words;
+    return NULL;
+}
+
+static fa_code check_intervals(const fa_request *request, fa_status *status) {
+    static const char *const where =
+        "intervals belong to dense arrays; view a packed batch as B = 1 and give them for its rows";
+    const char *other = sequence_argument(request);
+    const fa_view *packed = request->q->ndim == 3 ? request->q : request->k;
+    if (!request->intervals) return FA_OK;
+    if (other) return fa_fail(status, FA_EVALUE, "intervals and %s are both given; %s", other, where);
+    if (packed->ndim != 3) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "intervals is given, but %s is packed, shape %s; %s",
+                   packed == request->q ? "q" : "k", fa_show_shape(packed->shape, 3).text, where);
+}
+
 /* Options that contradict what is only known on the device. */
 static fa_code check_meaning(const fa_request *request, fa_status *status) {
     if (request->options.causal == FA_CAUSAL_TRUE && !segments_alone(request))
@@ -198,6 +218,7 @@ static fa_code read_segments(const fa_request *request, fa_forward *p, fa_status
 }
 
 fa_code fa_sequences_check(const fa_request *request, fa_status *status) {
+    FA_TRY(check_intervals(request, status));
     FA_TRY(check_promise(request, status));
     FA_TRY(check_storage(request, status));
     FA_TRY(check_segments(request, status));

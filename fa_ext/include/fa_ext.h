@@ -145,6 +145,9 @@ typedef struct fa_ext_forward {
     /* (B, Sq) and (B, Sk), int32: a query sees the keys of its own id alone; both or neither, with q and k of four axes
      */
     const fa_ext_array *q_segments, *k_segments;
+    /* (B, H, Sq, 2) or (B, H, Sq, n, 2) with n 1 or 2, int32, the first three extents or 1: a query sees key j only if
+     * begin <= j < end for one of its pairs (begin, end), which may hold anything; not with sequences */
+    const fa_ext_array *intervals;
 } fa_ext_forward;
 
 /* Gradients that are NULL are not computed; one at least is needed, and so is `dout` or `dlse`. */
@@ -164,6 +167,7 @@ typedef struct fa_ext_backward {
     int32_t check;                               /* fa_ext_check */
     int32_t reserved;                            /* 0 */
     const fa_ext_array *q_segments, *k_segments; /* as in fa_ext_forward */
+    const fa_ext_array *intervals;               /* the same */
 } fa_ext_backward;
 
 typedef struct fa_ext_merge {

@@ -57,6 +57,8 @@ def attention(
         Logits that join the softmax's denominator alone; q's dtype or float32.
     alibi : array, (H,) or (B, H), float32, or None
         Slopes of ALiBi, as for ``fa_ext.attention``. They have no gradient.
+    intervals : int32 array, (B, H, Sq, 2) or (B, H, Sq, n, 2), or None
+        Queries see keys begin <= j < end of one of their n pairs alone, as for ``fa_ext.attention``. They have no gradient.
     dropout : (p, key), (p, state) or None
         Weights become 0 with probability p, a number, as for ``fa_ext.attention``. What is dropped follows from a PRNG key of
         JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,), and counts within each sequence. The backward

@@ -47,6 +47,7 @@ class Options:
     mask: Any = None
     sinks: Any = None
     alibi: Any = None
+    intervals: Any = None
     cu_seqlens_q: Any = None
     seqlens_q: Any = None
     max_seqlen_q: int | None = None
@@ -60,7 +61,7 @@ class Options:
     layout: str | None = None
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
-    ARRAYS = ("bias", "mask", "sinks", "alibi", *INDICES)
+    ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals", *INDICES)
     PAIRS = ("k_range", "segments")
 
     def __post_init__(self):
@@ -150,6 +151,21 @@ def band(seq_q, seq_k, causal, window):
     left = math.inf if left is None else left
     right = math.inf if right is None else right
     return left, min(right, 0) if causal else right, 0 if causal == "top_left" else seq_k - seq_q
+
+
+def held(intervals, keys, xp):
+    """Boolean (..., keys): which keys of a slice one of the intervals (..., n, 2) holds."""
+    at = xp.arange(keys.start, keys.stop)
+    found = xp.zeros((*intervals.shape[:-2], len(at)), bool)
+    for n in range(intervals.shape[-2]):
+        found |= (intervals[..., n, :1] <= at) & (at < intervals[..., n, 1:])
+    return found
+
+
+def _pairs_of(intervals, rows, xp):
+    """Intervals, with n axes or without, as (B, H, Sq, n, 2)."""
+    given = intervals if intervals.ndim == 5 else intervals[:, :, :, None]
+    return xp.broadcast_to(given, (*rows, *given.shape[3:]))
 
 
 def by_eights(xp, a, b, fused=False):
@@ -249,6 +265,7 @@ class Call:
         group = heads // self.heads_kv if self.heads_kv else 1
         self.sinks = None if options.sinks is None else self.bounded(options.sinks).reshape(self.heads_kv, group)
         self.slopes = None if options.alibi is None else xp.broadcast_to(options.alibi, shape[:2]).astype(xp.float64)
+        self.intervals = None if options.intervals is None else _pairs_of(options.intervals, shape[:3], xp)
         drop = options.dropout
         self.dropout = drop if isinstance(drop, Dropout) else Dropout.read(drop, *shape)
         self.band = band(seq_q, seq_k, options.causal, options.window)
@@ -325,6 +342,8 @@ class Call:
         seen = ((offset >= -left) & (offset <= right))[None, None]
         if self.mask is not None:
             seen = seen & (self.mask[:, :, :, keys][b[..., None], h[..., None], positions] != 0)
+        if self.intervals is not None:
+            seen = seen & held(self.intervals[b[..., None], h[..., None], positions], keys, xp)
         return seen
 
     def _scores(self, pairs, b, h, positions, keys):

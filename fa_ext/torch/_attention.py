@@ -17,6 +17,8 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _OPTIONS, _DIFFERENTIABLE = frozenset(OPTIONS), frozenset(DIFFERENTIABLE)
 #: The options with axes that may have extent 1, and those of q's dtype or float32.
 _BROADCAST = frozenset(name for name in OPTIONS if any(axis.one for axis in AXES[name]))
+#: How many of their last axes keep their extent.
+_KEPT = {name: sum(not axis.one for axis in AXES[name]) for name in _BROADCAST}
 _FLOATING = frozenset(name for name in OPTIONS if OPERANDS[name].dtypes == "q's dtype or float32")
 #: The options of most calls, by layout, causal and deterministic: what makes them takes a tenth of such a call's way to the core.
 _PLAIN = {
@@ -40,7 +42,7 @@ def attention(
         (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or with axes 1 and 2 swapped for ``layout="bshd"``; float16,
         bfloat16, float32, or float64 on the CPU. H is a multiple of Hk.
         Packed sequences have three axes, (T, H, D), as in ``fa_ext.attention``.
-    causal, scale, window, softcap, bias, mask, sinks, alibi, layout, check, kernel, batch_invariant
+    causal, scale, window, softcap, bias, mask, sinks, alibi, intervals, layout, check, kernel, batch_invariant
         As in ``fa_ext.attention``. ``kernel`` names the forward kernel; FA_EXT_KERNEL_BACKWARD that of the backward pass.
         alibi has no gradient.
     cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, k_range, positions : Tensor of int32
@@ -171,7 +173,7 @@ def _prepare(arrays, through_op):
                 raise ValueError(f"{name} requires grad, but has no gradient; pass {name}.detach()")
         if name in _BROADCAST:
             refuse_layout(name, x)
-            arrays[name] = _narrowed(x) if through_op or name not in _DIFFERENTIABLE else _reduced(x)
+            arrays[name] = _narrowed(x, _KEPT[name]) if through_op or name not in _DIFFERENTIABLE else _reduced(x)
     return arrays if known else given_options(arrays), differentiated
 
 
@@ -224,9 +226,9 @@ def _drawn_by_torch(device):
     return torch.nn.functional.pad(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), (0, 3))
 
 
-def _narrowed(x):
-    """Axes of stride 0 as axes of size 1, so that a gradient is summed over them in the kernel."""
-    for axis, stride in enumerate(x.stride()):
+def _narrowed(x, kept=0):
+    """Axes of stride 0, but for the last ``kept``, as axes of size 1, so that a gradient is summed over them in the kernel."""
+    for axis, stride in enumerate(x.stride()[: x.dim() - kept]):
         if stride == 0 and x.size(axis) > 1:
             x = x.narrow(axis, 0, 1)
     return x

@@ -11,7 +11,7 @@ import torch
 from ..dropout import dropout_keep
 
 
-_TAKES = ("bias", "mask", "sinks", "alibi")
+_TAKES = ("bias", "mask", "sinks", "alibi", "intervals")
 
 
 def attention(q, k, v, others, keep, options):
@@ -29,7 +29,7 @@ def over_pairs(q, k, v, others, far, visible, keep, options):
     for name in others:
         if name not in _TAKES:
             raise NotImplementedError(f"{name} is given, with which fa_ext.torch.attention has no second derivative")
-    bias, mask, sinks, alibi = map(others.get, _TAKES)
+    bias, mask, sinks, alibi, intervals = map(others.get, _TAKES)
     dtype = q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
@@ -42,6 +42,8 @@ def over_pairs(q, k, v, others, far, visible, keep, options):
         scores = scores - alibi.to(work)[..., None, None] * far.abs()
     if mask is not None:
         visible = visible & mask
+    if intervals is not None:
+        visible = visible & _held(intervals, k.shape[2])
     if bias is not None:
         excluded = bias == -math.inf
         visible = visible & ~excluded
@@ -88,6 +90,13 @@ def band(far, causal, window):
     if right is not None:
         visible = visible & (far <= right)
     return visible
+
+
+def _held(intervals, keys):
+    """Boolean (B, H, Sq, Sk), of extents that may be 1: what intervals show."""
+    pairs = intervals if intervals.dim() == 5 else intervals.unsqueeze(3)
+    at = torch.arange(keys, device=pairs.device)
+    return ((pairs[..., :1] <= at) & (at < pairs[..., 1:])).any(-2)
 
 
 def _softmax(scores, visible, sinks):

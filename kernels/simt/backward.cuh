@@ -79,7 +79,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
         const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
-        work.rows[n] = row_values<T>(p, fa::row_keys(f, i), b, h, i);
+        const fa::Held held = work.intervals.of_query(b, h, i);
+        work.rows[n] =
+            row_values<T>(p, held.within(fa::row_keys(f, i)), b, h, i, [&](int64_t j) { return held.holds(j); });
     }
 }
 
@@ -150,7 +152,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int64_t head = n / tiles, pair = work.first_pair + head / work.group, first = n % tiles * t.block;
         const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv, h = h_kv * work.group + head % work.group;
         const int64_t end = first + t.block < f.seq_q ? first + t.block : f.seq_q;
-        own_queries<T, t>(p, work, shared, BandSight(), b, h, h_kv, first, end, end, work.rows + head * f.seq_q);
+        own_queries<T, t>(p, work, shared, BandSight{work.intervals, b, h}, b, h, h_kv, first, end, end,
+                          work.rows + head * f.seq_q);
     }
 }
 
@@ -177,7 +180,8 @@ __device__ __forceinline__ void own_keys(const fa::GradientParams &p, const Work
             shared.template load_queries<T>(p, sight, b, h_kv * work.group + g, query0, queries.end, rows + g * stride);
             __syncthreads();
             Pairs<t> pairs;
-            pair_weights<t, true, false>(p, work, shared, sight, b, h_kv * work.group + g, query0, first, pairs);
+            const int64_t h = h_kv * work.group + g;
+            pair_weights<t, true, false>(p, work, shared, sight.of_head(h), b, h, query0, first, pairs);
             if (wants_k) dk.add(shared.weights, pairs.second, shared.queries);
             if (wants_k && wants_v) __syncthreads();
             if (wants_v) dv.add(shared.weights, pairs.first, shared.douts);
@@ -199,8 +203,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t n = blockIdx.x; n < work.pairs * tiles; n += gridDim.x) {
         const int64_t local = n / tiles, pair = work.first_pair + local, first = n % tiles * t.block;
         const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv;
-        own_keys<T, t>(p, work, shared, BandSight(), b, h_kv, first, f.seq_k, work.rows + local * work.group * f.seq_q,
-                       f.seq_q);
+        own_keys<T, t>(p, work, shared, BandSight{work.intervals, b, 0}, b, h_kv, first, f.seq_k,
+                       work.rows + local * work.group * f.seq_q, f.seq_q);
     }
 }
 
@@ -304,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int64_t h = heads.begin; h < heads.end; ++h)
             for (int64_t query0 = rows.begin; query0 < rows.end; query0 += t.block)
                 for (int64_t key0 = keys.begin; key0 < keys.end; key0 += t.block)
-                    add_bias<T, t>(p, work, shared, BandSight(), b, h, query0, key0,
+                    add_bias<T, t>(p, work, shared, BandSight{work.intervals, b, h}, b, h, query0, key0,
                                    work.rows + (b * f.heads + h) * f.seq_q, sums);
     });
 }
@@ -328,7 +332,8 @@ __device__ __forceinline__ void write_sink(const fa::GradientParams &p, int64_t 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constant__ fa::GradientParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    sinks_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ fa::Intervals intervals) {
     FA_CHAOS_BEGIN();
     __shared__ double parts[kThreads];
     const fa::AttentionParams &f = p.forward;
@@ -337,7 +342,9 @@ __global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constan
         double sum = 0;
         for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += kThreads) {
             const int64_t b = n / f.seq_q, i = n % f.seq_q;
-            if (sees_nothing(f, fa::row_keys(f, i), b, h, i)) // the sink has all the weight
+            const fa::Held held = intervals.of_query(b, h, i);
+            const auto among = [&](int64_t j) { return held.holds(j); };
+            if (sees_nothing(f, held.within(fa::row_keys(f, i)), b, h, i, among)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             else
                 sum -= fa::sink_weight(sink, lse_of(p.lse, b, h, i)) * delta_of<T>(p, b, h, i);

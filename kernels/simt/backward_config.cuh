@@ -61,7 +61,8 @@ inline Work work_of(const fa_problem &problem, const fa_launch &launch) {
             .group = f.heads_kv ? f.heads / f.heads_kv : 1,
             .alibi = f.alibi,
             .dropout = f.dropout,
-            .kept = static_cast<float>(fa_dropout_scale(&f.dropout))};
+            .kept = static_cast<float>(fa_dropout_scale(&f.dropout)),
+            .intervals = fa::intervals_of(f)};
 }
 
 /* Tiles of dbias' own elements. */

@@ -43,7 +43,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         if (p.wants >> FA_GRAD_BIAS & 1)
             FA_TRY(start(bias_kernel<T, Config<kIndex>>, bias_tiles(p, Config<kIndex>::tile.block), plan.smem_bytes,
                          launch, p, work));
-        if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p));
+        if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p, work.intervals));
     }
     return FA_OK;
 }

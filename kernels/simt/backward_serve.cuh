@@ -51,9 +51,10 @@ template <int kBlock> struct Alone {
 
 /* How the queries of a sequence see its keys: as Alone says. */
 template <Tile t> struct RowSight {
-    static constexpr bool kEmpties = true;
-
     Alone<t.block> &alone;
+
+    __device__ __forceinline__ static constexpr bool empties() { return true; }
+    __device__ __forceinline__ const RowSight &of_head(int64_t) const { return *this; }
 
     __device__ __forceinline__ fa::KeyRange place(const fa::AttentionParams &f, int64_t first, int64_t end) const {
         __syncthreads(); // all threads are done with the tile before

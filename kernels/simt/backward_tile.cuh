@@ -8,12 +8,13 @@
 
 #include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // to_float
-#include "common/mask.cuh"    // key_band, tile_keys, tile_queries
-#include "common/params.cuh"  // AttentionParams, GradientParams
-#include "common/ptx.cuh"     // exp2_fast
-#include "common/rows.cuh"    // row_of, bias_row, mask_row
-#include "common/score.cuh"   // kLog2E, ScoreParams, bias_of, bounded
-#include "philox.h"           // fa_dropout_keeps, fa_dropout_read
+#include "common/intervals.cuh"
+#include "common/mask.cuh"   // key_band, tile_keys, tile_queries
+#include "common/params.cuh" // AttentionParams, GradientParams
+#include "common/ptx.cuh"    // exp2_fast
+#include "common/rows.cuh"   // row_of, bias_row, mask_row
+#include "common/score.cuh"  // kLog2E, ScoreParams, bias_of, bounded
+#include "philox.h"          // fa_dropout_keeps, fa_dropout_read
 
 namespace simt_backward {
 
@@ -39,7 +40,8 @@ struct Work {
     int64_t first_pair, pairs, group;
     fa_operand alibi;
     fa_dropout dropout;
-    float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
+    float kept;              // what dropout multiplies a weight by that it keeps; 1 without dropout
+    fa::Intervals intervals; // of a dense call
 };
 
 /* Whether mask and bias leave a pair; *bias is what they add. */
@@ -52,9 +54,16 @@ __device__ __forceinline__ bool shown(const fa::AttentionParams &f, int64_t b, i
     return *bias != -INFINITY;
 }
 
-/* How the queries of a dense call see its keys: by its diagonal. A tile's queries are placed before they are used. */
+/* How the queries of a dense call see its keys: by its diagonal, and by the intervals of a head. A tile's queries are
+ * placed before they are used. */
 struct BandSight {
-    static constexpr bool kEmpties = false; // whether without bias and mask, too, a placed query may see no key
+    const fa::Intervals &intervals;
+    int64_t batch, head;
+
+    /* Whether without bias and mask, too, a placed query may see no key. */
+    __device__ __forceinline__ bool empties() const { return intervals.begins; }
+    /* The same for another head. */
+    __device__ __forceinline__ BandSight of_head(int64_t other) const { return {intervals, batch, other}; }
 
     /* Places queries [first, end), of which there are some. Returns what keys they see. By the block. */
     __device__ __forceinline__ fa::KeyRange place(const fa::AttentionParams &f, int64_t first, int64_t end) const {
@@ -71,8 +80,19 @@ struct BandSight {
     /* Keys from key0 on that none of the queries sees, though they lie between those that some see: see load_tile(). */
     __device__ __forceinline__ const float2 *unseen(int64_t) const { return nullptr; }
     /* Says which pairs of placed queries, from query0, and keys, from key0, see each other. */
-    __device__ __forceinline__ fa::KeyBand band(const fa::AttentionParams &f, int64_t query0, int64_t key0) const {
-        return fa::key_band(f, query0, key0);
+    struct Band {
+        fa::KeyBand band;
+        const BandSight &sight;
+        int64_t query0, key0;
+
+        __device__ __forceinline__ bool sees(int query, int key) const {
+            if (!band.sees(query, key)) return false;
+            return !sight.intervals.begins ||
+                   sight.intervals.of_query(sight.batch, sight.head, query0 + query).holds(key0 + key);
+        }
+    };
+    __device__ __forceinline__ Band band(const fa::AttentionParams &f, int64_t query0, int64_t key0) const {
+        return {fa::key_band(f, query0, key0), *this, query0, key0};
     }
     /* How far a key is from where the query stands. */
     __device__ __forceinline__ int64_t distance(const fa::AttentionParams &f, int64_t query0, int64_t key0, int query,
@@ -121,7 +141,7 @@ template <Tile t> struct Shared {
     __device__ void load_queries(const fa::GradientParams &p, const Sight &sight, int64_t b, int64_t h, int64_t first,
                                  int64_t end, const float2 *rows) const {
         const fa::AttentionParams &f = p.forward;
-        const float2 *empties = Sight::kEmpties || f.mask.data || f.bias.data ? rows + first : nullptr;
+        const float2 *empties = sight.empties() || f.mask.data || f.bias.data ? rows + first : nullptr;
         load_tile<T, t>(queries, f.q, b, h, first, 0, end, f.head_dim, empties);
         load_tile<T, t>(douts, p.dout, b, h, first, 0, end, f.head_dim_v, empties);
         for (int n = threadIdx.x; n < t.block; n += kThreads) {

@@ -1,5 +1,5 @@
 /* The simt kernel for calls with more than dense arrays: sequences of any length, paged keys, positions, segments,
- * ALiBi, dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
+ * intervals, ALiBi, dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
  *
  * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
@@ -9,7 +9,8 @@
 
 #include "common/alibi.cuh"  // slope_of, with_alibi
 #include "common/faults.cuh" // count_fault
-#include "common/score.cuh"  // bounded
+#include "common/intervals.cuh"
+#include "common/score.cuh" // bounded
 #include "common/segments.cuh"
 #include "common/spot.cuh" // Serving, Spot, find_spot
 #include "philox.h"        // fa_dropout_keeps, fa_dropout_read, fa_dropout_scale
@@ -33,7 +34,8 @@ template <Tile t> struct Shared {
     KeyRow key[t.groups][t.block_n];
     QueryRow query[t.block_m];
     int32_t key_id[t.groups][t.block_n], query_id[t.block_m]; // of segments; all alike without
-    fa_span keys;
+    Span<int> gap[t.block_m]; // keys that a query does not see between its two intervals
+    fa_span keys, held;       // that some query sees through causal and window; through intervals, too
     int64_t joined[t.warps];
     fa_dropout dropout; // as it was when the block began
 };
@@ -55,7 +57,36 @@ __device__ __forceinline__ TileSpot find_tile(const Serving &c, int64_t n, int64
     return spot;
 }
 
-/* Fills Shared::query, query_id and keys: by the first warp, a row a lane. */
+/* The least and the largest of the lanes' values. */
+__device__ __forceinline__ fa_span bounds_of(int64_t first, int64_t last) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset; offset /= 2) {
+        const int64_t a = __shfl_xor_sync(~0u, first, offset), b = __shfl_xor_sync(~0u, last, offset);
+        first = a < first ? a : first;
+        last = b > last ? b : last;
+    }
+    return {first, last};
+}
+
+/* Cuts what each query sees to its intervals, and fills Shared::gap and held: by the first warp, a row a lane. */
+template <Tile t>
+__device__ __forceinline__ void place_intervals(const Intervals &intervals, const TileSpot &spot, int64_t head,
+                                                Shared<t> &shared) {
+    const int lane = threadIdx.x;
+    if (lane >= kWarp) return;
+    KeyRange seen = {0, 0}, gap = {0, 0};
+    if (lane < t.block_m && spot.query + lane < spot.entry.seq_q) {
+        const Held held = intervals.of_query(spot.batch, head, spot.query + lane);
+        QueryRow &row = shared.query[lane];
+        seen = held.within({row.begin, row.end}), gap = held.gap();
+        row.begin = seen.begin, row.end = seen.end;
+    }
+    if (lane < t.block_m) shared.gap[lane] = {int(gap.begin), int(gap.end)};
+    const fa_span all = bounds_of(seen.empty() ? INT64_MAX : seen.begin, seen.end);
+    if (lane == 0) shared.held = all;
+}
+
+/* Fills Shared::query, query_id, keys, gap and held: by the first warp, a row a lane. */
 template <Tile t>
 __device__ __forceinline__ void place_queries(const Serving &c, const Segments &segments, const TileSpot &spot,
                                               Shared<t> &shared) {
@@ -66,19 +97,14 @@ __device__ __forceinline__ void place_queries(const Serving &c, const Segments &
     const int64_t left = e.seq_q - spot.query, rows = left < t.block_m ? left : t.block_m;
     const bool there = lane < rows;
     const int64_t position = rows > 0 ? fa_position(&e, spot.query + (there ? lane : 0)) : 0;
-    int64_t first = position, last = position;
-#pragma unroll
-    for (int offset = kWarp / 2; offset; offset /= 2) {
-        const int64_t a = __shfl_xor_sync(~0u, first, offset), b = __shfl_xor_sync(~0u, last, offset);
-        first = a < first ? a : first;
-        last = b > last ? b : last;
-    }
-    const fa_span keys = fa_tile_keys(&e, c.p.left, c.p.right, first, last);
+    const fa_span stand = bounds_of(position, position);
+    const fa_span keys = fa_tile_keys(&e, c.p.left, c.p.right, stand.begin, stand.end);
     const fa_span seen = fa_row_keys(&e, c.p.left, c.p.right, position);
     if (lane < t.block_m)
         shared.query[lane] = there ? QueryRow{position, seen.begin, seen.end} : QueryRow{position, 0, 0};
     if (lane < t.block_m) shared.query_id[lane] = there ? segments.of_query(spot.batch, spot.query + lane) : 0;
-    if (lane == 0) shared.keys = rows > 0 && keys.begin < keys.end ? keys : fa_span{0, 0};
+    if (lane < t.block_m) shared.gap[lane] = {0, 0};
+    if (lane == 0) shared.keys = shared.held = rows > 0 && keys.begin < keys.end ? keys : fa_span{0, 0};
 }
 
 /* Whether a tile of the sequence before this one looks at the page of a column, whose first key is `first`. */
@@ -94,7 +120,7 @@ template <Tile t>
 __device__ __forceinline__ KeyRow find_key(const Serving &c, const TileSpot &spot, const Shared<t> &shared, int64_t key,
                                            bool count) {
     const fa_pages &pages = c.s.pages;
-    if (key >= shared.keys.end) return {-1, 0};
+    if (key >= shared.keys.end || key < shared.held.begin || key >= shared.held.end) return {-1, 0};
     if (c.s.positions) { /* between the keys that its queries see there may be some that none of them sees */
         bool seen = false;
         for (int m = 0; m < t.block_m; ++m) seen |= key >= shared.query[m].begin && key < shared.query[m].end;
@@ -177,12 +203,14 @@ struct Sight {
     }
 };
 
-/* The same with segments. */
-struct SegmentSight : Sight {
+/* The same with segments, and with two intervals. */
+struct GeneralSight : Sight {
     const int32_t *query_id, *key_id;
+    const Span<int> *gap;
 
     __device__ bool sees(int row, int column) const {
-        return query_id[row] == key_id[column] && Sight::sees(row, column);
+        const int64_t j = key0 + column;
+        return query_id[row] == key_id[column] && Sight::sees(row, column) && (j < gap[row].begin || j >= gap[row].end);
     }
 };
 
@@ -203,7 +231,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
     /* Products to scores, by way of shared memory. */
     __device__ __forceinline__ void score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
-                                          const TileSpot &spot, int64_t head, const SegmentSight &sight) const {
+                                          const TileSpot &spot, int64_t head, const GeneralSight &sight) const {
         float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();
@@ -258,7 +286,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 template <typename T, class C>
 __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o,
-               const __grid_constant__ Segments segments) {
+               const __grid_constant__ Segments segments, const __grid_constant__ Intervals intervals) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     static_assert(!t.separate() && !t.prefetch() && t.warps >= kFewestWarps);
@@ -276,8 +304,9 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
         const TileSpot spot = find_tile(c, tile / p.heads, head, o.tiles_m, t.block_m, shared.joined);
         if (spot.rows.begin >= spot.rows.end) continue; // the same in all threads
         place_queries(c, segments, spot, shared);
+        if (intervals.begins && spot.batch >= 0) place_intervals(intervals, spot, head, shared);
         __syncthreads();
-        const fa_span keys = shared.keys;
+        const fa_span keys = shared.keys, held = shared.held;
         const bool idle = spot.query + lane.warp_row >= spot.entry.seq_q; // the warp has no query
 
         lane.clear();
@@ -292,6 +321,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
         const float slope = spot.batch < 0 ? 0.0f : slope_of(c.alibi, spot.batch, head);
 
         for (int64_t key0 = keys.begin + lane.group * t.block_n; key0 < keys.end; key0 += t.groups * t.block_n) {
+            if (key0 >= held.end || key0 + t.block_n <= held.begin) continue; // the same in all threads of the group
             for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads()) {
                 index[n] = find_key(c, spot, shared, key0 + n, head == 0);
                 key_id[n] = key0 + n < keys.end ? segments.of_key(spot.batch, key0 + n) : 0;
@@ -305,7 +335,8 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
                 lane.multiply_keys(s, p.head_dim);
                 if (o.general) {
                     const Sight sight = {shared.query + lane.warp_row, index, key0, slope};
-                    lane.score(s, c, o, spot, head, {sight, shared.query_id + lane.warp_row, key_id});
+                    lane.score(s, c, o, spot, head,
+                               {sight, shared.query_id + lane.warp_row, key_id, shared.gap + lane.warp_row});
                 } else {
                     lane.scale_products(s, o.scale);
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope});

@@ -17,8 +17,8 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
-                 static_cast<cudaStream_t>(launch.stream)>>>(serving(problem), own.options,
-                                                             segments_of(problem.forward));
+                 static_cast<cudaStream_t>(launch.stream)>>>(
+            serving(problem), own.options, segments_of(problem.forward), intervals_of(problem.forward));
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;

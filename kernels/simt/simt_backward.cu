@@ -10,11 +10,11 @@
  * the bits are the same from run to run and do not depend on the batch. simt/backward.cuh says which thread holds what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides; GQA, causal, window, softcap, bias, boolean mask,
- * ALiBi, dropout, sinks, gradients of bias and sinks and through the LSE, accumulation; head_dim and head_dim_v 1..256
- * apart; zero sizes. Sequences, packed or padded, with ranges of keys and positions, have instances of their own, whose
- * tiles belong to one sequence each: a sequence has the bits of its dense call (simt/backward_serve.cuh).
- * Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where they do not fit. With
- * positions keys look at all queries of their sequence, tile by tile.
+ * intervals, ALiBi, dropout, sinks, gradients of bias and sinks and through the LSE, accumulation; head_dim and
+ * head_dim_v 1..256 apart; zero sizes. Sequences, packed or padded, with ranges of keys and positions, have instances
+ * of their own, whose tiles belong to one sequence each: a sequence has the bits of its dense call
+ * (simt/backward_serve.cuh). Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups
+ * where they do not fit. With positions keys look at all queries of their sequence, tile by tile.
  *
  * @instances backward_instance.cu
  * @instance {f16,bf16,f32} false {1:__half,__nv_bfloat16,float}
@@ -103,8 +103,9 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .cc_to = 0,
     .dtypes = fa::kFloatBits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_SEGMENTS,
+             FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS |
+             FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS |
+             FA_WITH_SEGMENTS,
     .plan = simt_backward::plan,
     .launch = simt_backward::launch,
 };

@@ -104,7 +104,7 @@ template <class C> struct BackwardWarp {
         uint32_t kept = ~0u;
         if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, entry, place, bias);
         if constexpr (C::kExtended) {
-            add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, entry, place, bias);
+            extend_bias<C::kQueries, C::kRowTiles, C::kStep>(args, entry, place, bias);
             if (args.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(dropout, place);
         }
         {
@@ -182,6 +182,8 @@ template <class C> struct BackwardCopies {
             if constexpr (C::kSequences)
                 if (there && C::kGeneral && segments_in<decltype(entry)>(args).q && rows[row].x == INFINITY)
                     return false;
+            if constexpr (C::kExtended)
+                if (there && has_intervals<decltype(entry)>(args) && rows[row].x == INFINITY) return false;
             return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
         };
         const uint32_t to = stages + stage * 2 * C::kTileBytes;

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
         uint32_t kept = ~0u;
         load_bias<true, 1, C::kKeys>(args, entry, place, bias);
         if constexpr (C::kExtended) {
-            add_alibi<true, 1, C::kKeys>(args, entry, place, bias);
+            extend_bias<true, 1, C::kKeys>(args, entry, place, bias);
             if (args.dropout.threshold) kept = kept_pairs<true, C::kKeys>(dropout, place);
         }
         cp_async_wait<0>();

@@ -7,6 +7,7 @@
 #include <stdint.h>    // int64_t
 #include <type_traits> // conditional_t
 
+#include "common/intervals.cuh"
 #include "common/mask.cuh"   // Band, Span
 #include "common/params.cuh" // GradientParams
 #include "common/score.cuh"  // ScoreParams
@@ -39,7 +40,7 @@ struct BackwardShape {
 enum class Options {
     kNone,
     kGeneral,  // softcap, bias, boolean mask, rows of any alignment
-    kExtended, // the same, ALiBi, dropout and segments
+    kExtended, // the same, ALiBi, dropout, segments and intervals
 };
 
 /* kHeadDim: of q, k and v, padded. */
@@ -104,7 +105,8 @@ struct BackwardArgs {
     int parts;
     fa_operand alibi;
     fa_dropout dropout;
-    float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
+    float kept;          // what dropout multiplies a weight by that it keeps; 1 without dropout
+    Intervals intervals; // of a dense call
 };
 
 /* A launch over sequences. */
@@ -120,6 +122,11 @@ template <class Entry> __device__ __forceinline__ Segments segments_in(const Bac
         return static_cast<const SequenceArgs &>(args).segments;
     else
         return {};
+}
+
+/* Whether a launch has intervals, whose arguments are those of a dense call where Entry is. */
+template <class Entry> __device__ __forceinline__ bool has_intervals(const BackwardArgs &args) {
+    return !Entry::kSequence && args.intervals.begins;
 }
 
 /* The task of this block: of all heads whose rows are there, and of the tiles of one. */

@@ -16,7 +16,7 @@ enum Kind {
     kLarge,    // grids that fill the device
     kSmall,    // grids that do not: half the own rows a block, where kLarge has two row tiles
     kGeneral,  // softcap, bias, boolean mask, rows of any alignment
-    kExtended, // the same, ALiBi, dropout and segments
+    kExtended, // the same, ALiBi, dropout, segments and intervals
     kKinds
 };
 

@@ -50,6 +50,25 @@ __device__ __forceinline__ void hide_others(const BackwardArgs &args, const Entr
     });
 }
 
+/* -inf in place of what is added to the scores of pairs that intervals leave out, a query after the other. */
+template <bool kQueries, int kRowTiles, int kStep, class Entry>
+__device__ __forceinline__ void hide_unheld(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
+                                             Scores<kRowTiles, kStep> &bias) {
+    constexpr int kCount = kQueries ? 2 * kRowTiles : kStep / 4; // queries of a lane
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+        const int apart = kQueries ? 8 * n : n / 2 * 8 + n % 2;
+        const int query = (kQueries ? place.own : place.other) + apart;
+        if (query >= entry.seq_q(args)) continue;
+        const Held held = args.intervals.of_query(place.batch, place.head, query);
+        each_pair<kRowTiles, kStep>([&](int r, int j, int e, int own, int other) {
+            if ((kQueries ? own : other) != apart) return;
+            const int key = kQueries ? place.other + other : place.own + own;
+            if (!held.holds(key)) bias[r][j][e] = -INFINITY;
+        });
+    }
+}
+
 /* The amount added to each score without ALiBi: the bias, or -inf where the pair is excluded. */
 template <bool kQueries, int kRowTiles, int kStep, class Entry>
 __device__ __forceinline__ void load_bias(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
@@ -108,10 +127,11 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const Entry 
         visit(static_cast<const __nv_bfloat16 *>(f.bias.data), f.bias, args.pairs_bias, value);
 }
 
-/* The same with ALiBi. */
+/* What kExtended makes of that: intervals and ALiBi, which leaves -inf as it is. */
 template <bool kQueries, int kRowTiles, int kStep, class Entry>
-__device__ __forceinline__ void add_alibi(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
-                                          Scores<kRowTiles, kStep> &bias) {
+__device__ __forceinline__ void extend_bias(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
+                                            Scores<kRowTiles, kStep> &bias) {
+    if (has_intervals<Entry>(args)) hide_unheld<kQueries, kRowTiles, kStep>(args, entry, place, bias);
     const float slope = slope_of(args.alibi, place.batch, place.head);
     if (slope == 0) return;
     const int diagonal = entry.visible(args).diagonal;

@@ -18,12 +18,13 @@
  * used, get 0. Packed and padded on either side, k_range, all options but positions.
  *
  * Float16 and bfloat16, float32 accumulation, head_dim and head_dim_v from 1 to 256 (padded with zeros to the next of
- * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, ALiBi, dropout, sinks,
- * gradients of bias and sinks and through the LSE, accumulation; zero sizes. Segments of padded arrays are taken with
- * those of sequences. Instances a head_dim, dtype and side: by the size of the grid, one for softcap, bias, mask and
- * rows that are no aligned chunks, and one for all these, ALiBi, dropout and segments; of sequences, head_dim 64 and
- * more, the one for large grids and the last. 99 KB of shared memory a block at most. 8 bytes of workspace a query
- * row, heads in groups where they do not fit. From head_dim 192 on dk and dv are made one after the other.
+ * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, intervals, ALiBi, dropout,
+ * sinks, gradients of bias and sinks and through the LSE, accumulation; zero sizes. Segments of padded arrays are taken
+ * with those of sequences. Instances a head_dim, dtype and side: by the size of the grid, one for softcap, bias, mask
+ * and rows that are no aligned chunks, and one for all these, ALiBi, dropout, segments and intervals; of sequences,
+ * head_dim 64 and more, the one for large grids and the last. 99 KB of shared memory a block at most. 8 bytes of
+ * workspace a query row, heads in groups where they do not fit. From head_dim 192 on dk and dv are made one after the
+ * other.
  *
  * @instances backward_instance.cu
  * @instance d{32,64,96,128,192,256} {1} Family::kDense
@@ -175,7 +176,7 @@ const Instance *choose(const fa_problem *problem, Own &own, Kind &kind) {
         f.bias_dtype == FA_F32 ? takes_chunks<float>(f.bias, f.seq_k, 2) : takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
     own.pairs_mask = takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
     own.stores_pairs = pair_stores(p);
-    bool extended = f.alibi.data || f.dropout.threshold || f.q_segments.data;
+    bool extended = f.alibi.data || f.dropout.threshold || f.q_segments.data || f.intervals.data;
     const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
                          !own.chunks_v || !own.chunks_dout;
     const Instance *found = instance_for(head_dim, sequences ? Family::kSequences : Family::kDense);
@@ -301,6 +302,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .alibi = problem->forward.alibi,
         .dropout = problem->forward.dropout,
         .kept = float(fa_dropout_scale(&problem->forward.dropout)),
+        .intervals = intervals_of(f),
     };
     SequenceArgs args = {dense, {}, segments_of(f)};
     if (problem->sequences.given) {
@@ -331,7 +333,7 @@ FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_DLSE | FA_WITH_DBIAS |
-             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_SEGMENTS,
+             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_SEGMENTS | FA_WITH_INTERVALS,
     .plan = plan,
     .launch = launch,
 };

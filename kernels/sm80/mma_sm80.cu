@@ -5,8 +5,8 @@
  * here: sm80/tile.cuh (swizzled tiles, loads), sm80/scores.cuh (masks, softcap), sm80/bias.cuh (bias and boolean mask),
  * ptx.cuh (instructions).
  *
- * Sequences of any length, pages, k_range, positions, segments, ALiBi, dropout and float32 results have instances of
- * their own with one tile shape a head_dim, so that a sequence's bits are its own (sm80/serve.cuh,
+ * Sequences of any length, pages, k_range, positions, segments, intervals, ALiBi, dropout and float32 results have
+ * instances of their own with one tile shape a head_dim, so that a sequence's bits are its own (sm80/serve.cuh,
  * sm80/serve_plan.cuh).
  *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared

@@ -1,5 +1,5 @@
-/* mma_sm80 for sequences, pages, positions, segments, ALiBi, dropout and float32 results: a block takes units of work
- * (64 rows and the keys that they see, or a part of them), one after another.
+/* mma_sm80 for sequences, pages, positions, segments, intervals, ALiBi, dropout and float32 results: a block takes
+ * units of work (64 rows and the keys that they see, or a part of them), one after another.
  *
  * Tiles of keys are walked from the first to the last. While one is at work the next is on its way by cp.async, row by
  * row, and the keys after it are looked up. No phases are counted: a thread waits for its own copies, then
@@ -98,9 +98,10 @@ template <class C> struct ServeUnit {
         });
     }
 
-    /* Whether some key of a tile has a place: with segments whole tiles may have none, and change nothing. */
+    /* Whether some key of a tile has a place: with segments or intervals whole tiles may have none, and change nothing.
+     */
     __device__ __forceinline__ bool some_held(int at) const {
-        if (!C::kDressed || !args.segments.q) return true;
+        if (!C::kDressed || !(args.segments.q || args.intervals.begins)) return true;
         return C::kTileN == 64 ? shared.held[at][0] | shared.held[at][C::kTileN / 32 - 1] : shared.held[at][0];
     }
 
@@ -117,7 +118,8 @@ template <class C> struct ServeUnit {
         uint64_t held = shared.held[at][0];
         if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
         const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
-        if (held != all || !sight.holds(key, C::kTileN) || (C::kDressed && (p.mask.data || args.segments.q)))
+        if (held != all || !sight.holds(key, C::kTileN) ||
+            (C::kDressed && (p.mask.data || args.segments.q || args.intervals.count > 1)))
             rows.mask(s, args, job, shared, row, first, held >> (first - key));
         rows.weigh(s);
         if constexpr (C::kDressed)
@@ -210,8 +212,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
         if (!job.may_exist(args)) continue; // the same in all threads
         if (threadIdx.x == 0) shared.job = job;
         place_rows(args, job, shared);
-        if constexpr (C::kDressed)
+        if constexpr (C::kDressed) {
             if (args.segments.q) place_ids(args, job, shared);
+            if (args.intervals.begins) place_intervals(args, job, shared);
+        }
         const ServeUnit<C> unit(args, shared.job, shared, shared_address(memory));
         if (unit.exists()) unit.run();
         __syncthreads(); // all threads are done with the shared memory

@@ -96,7 +96,9 @@ template <class C> struct ServeShared {
     fa_span keys; // that some row sees
     Job job;
     fa_dropout dropout; // as it was when the block began; of dressed instances
-    int32_t low, high;  // ids of segments that some row has lie between; of dressed instances
+    /* Of dressed instances: ids of segments that some row has lie between; or [low, high) has the keys that the
+     * intervals of some row hold. */
+    int32_t low, high;
 };
 template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
 
@@ -131,6 +133,24 @@ template <class Shared>
 __device__ __forceinline__ void place_ids(const ServeArgs &args, const Job &job, Shared &shared) {
     int64_t low = INT32_MAX, high = INT32_MIN;
     if (int(threadIdx.x) < job.count) low = high = args.segments.of_query(job.batch, job.at(args, threadIdx.x).query);
+    low = join_block(low, shared.joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    high = join_block(high, shared.joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    if (threadIdx.x == 0) shared.low = int32_t(low), shared.high = int32_t(high);
+    __syncthreads();
+}
+
+/* Cuts what the rows see to their intervals, and fills the bounds of that; keys.begin and end stay as they are, so that
+ * all blocks cut a sequence alike. By the block. */
+template <class Shared>
+__device__ __forceinline__ void place_intervals(const ServeArgs &args, const Job &job, Shared &shared) {
+    int64_t low = INT32_MAX, high = 0;
+    if (const int row = threadIdx.x; row < job.count) {
+        const RowPlace at = job.at(args, row);
+        ServeRow &mine = shared.row[row];
+        const KeyRange seen = args.intervals.of_query(job.batch, at.head, at.query).within({mine.begin, mine.end});
+        mine.begin = int(seen.begin), mine.end = int(seen.end);
+        if (!seen.empty()) low = seen.begin, high = seen.end;
+    }
     low = join_block(low, shared.joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
     high = join_block(high, shared.joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
     if (threadIdx.x == 0) shared.low = int32_t(low), shared.high = int32_t(high);
@@ -208,11 +228,14 @@ template <class C> struct KeyLookup {
         mine = {kNowhere, kNowhere};
         if (exists && threadIdx.x < C::kTileN)
             mine = find_key(args, job, shared, int64_t(tile) * C::kTileN + threadIdx.x, job.packed_head == 0);
-        if constexpr (C::kDressed)
+        if constexpr (C::kDressed) {
+            const int64_t key = int64_t(tile) * C::kTileN + threadIdx.x;
+            if (args.intervals.begins && (key < shared.low || key >= shared.high)) mine = {kNowhere, kNowhere};
             if (args.segments.q && mine.k != kNowhere) { // keys of ids that no row has are not read
-                const int32_t id = args.segments.of_key(job.batch, int64_t(tile) * C::kTileN + threadIdx.x);
+                const int32_t id = args.segments.of_key(job.batch, key);
                 if (id < shared.low || id > shared.high) mine = {kNowhere, kNowhere};
             }
+        }
     }
     /* Whole warps. */
     __device__ __forceinline__ void store(ServeShared<C> &shared, int at) const {

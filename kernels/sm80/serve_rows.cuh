@@ -136,6 +136,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
         if constexpr (C::kDressed) {
             const AttentionParams &p = args.call.p;
             if (args.segments.q) hide_others(s, args, job, row, key);
+            if (args.intervals.count > 1) hide_between(s, args, job, row, key);
             if (!p.mask.data) return;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -169,6 +170,23 @@ template <class C> struct ServeRows : MmaWarp<C> {
                 if (id != mine[0]) low = -INFINITY;
                 if (id != mine[1]) high = -INFINITY;
             }
+    }
+
+    /* -inf for every key between the two intervals of its row. */
+    __device__ static __forceinline__ void hide_between(Tile &s, const ServeArgs &args, const Job &job, int row,
+                                                        int key) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + 8 * i >= job.count) continue;
+            const RowPlace at = job.at(args, row + 8 * i);
+            const KeyRange gap = args.intervals.of_query(job.batch, at.head, at.query).gap();
+            const int begin = int(gap.begin) - key, end = int(gap.end) - key;
+#pragma unroll
+            for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * j + e >= begin && 8 * j + e < end) s[0][j][2 * i + e] = -INFINITY;
+        }
     }
 
     /* Scores in base 2 to weights 2^(score - shift), which join the sums. As in the dense kernel the shift of a row is

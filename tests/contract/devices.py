@@ -49,6 +49,8 @@ def shapes_only(case: Case) -> dict:
         arrays["sinks"] = like((case.heads,), dtype)
     if case.alibi:
         arrays["alibi"] = like((case.heads,), np.float32)
+    if case.intervals:
+        arrays["intervals"] = like((case.batch, case.heads, case.seq_q, 2), np.int32)
     return arrays | case.options()
 
 

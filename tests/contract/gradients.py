@@ -30,6 +30,7 @@ TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes, and dropout.
 WITH_ALIBI = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
 WITH_DROPOUT = (*WITH_ALIBI, "wgmma_dropout_backward_sm90")
+WITH_INTERVALS = WITH_ALIBI
 
 #: The kernels that add up dq in any order, and take some calls with deterministic=False alone.
 UNORDERED = ("wgmma_fused_backward_sm90",)
@@ -250,7 +251,8 @@ def contract(kernel: str) -> list[Case]:
     every = [case for case in cases.contract() if case.bias not in FLAT_BIASES and abs(case.scale or 1) < 1e9]
     special = [case for case in every if case.alibi and case.alibi != "steep" and runner.listed_name(kernel) in WITH_ALIBI]
     special += [case for case in every if case.dropout and runner.listed_name(kernel) in WITH_DROPOUT]
-    every = [case for case in every if not case.alibi and not case.dropout]
+    special += [case for case in every if case.intervals and runner.listed_name(kernel) in WITH_INTERVALS]
+    every = [case for case in every if not case.alibi and not case.dropout and not case.intervals]
     if runner.device_of(kernel) == "cuda":
         return [case for case in every + special if case.dtype != "float64"]
     if kernel == "cpu_simd_backward":

@@ -20,11 +20,12 @@ FEATURES = {
     "window to the left": dict(window=(3, None)),
     "head_dim of v other than q's": dict(head_dim_v=32),
     "ALiBi slopes": dict(alibi="heads"),
+    "intervals": dict(intervals="full"),
     "dropout": dict(dropout=(0.1, 1)),
 }
 #: The first bit that means nothing yet.
 NEXT_BIT = len(stub.features())
-OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
+OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "intervals": cases.WITH_INTERVALS, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
     "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),

@@ -67,6 +67,27 @@ def test_vmap_of_grad(given):
         close({name: x[n] for name, x in found.items()}, exact(sliced(arrays, axes, n), **options)[1])
 
 
+@pytest.mark.parametrize("mapped", [("intervals",), ("q", "intervals"), ("q", "k", "v")])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 2), (1, 4, 5, 2, 2), (2, 1, 1, 2), (1, 1, 1, 1, 2)])
+def test_vmap_of_intervals(shape, mapped):
+    """Values, and gradients for each element."""
+    full, single = arrays_of(3, sinks=True), arrays_of(sinks=True)
+    rng = np.random.default_rng(4)
+    full["intervals"], single["intervals"] = (rng.integers(-1, 9, (*lead, *shape)).astype(np.int32) for lead in ((3,), ()))
+    arrays = {n: full[n] if n in mapped else single[n] for n in full}
+    axes = {n: 0 if n in mapped else None for n in arrays}
+
+    def gradients(a):
+        rest = {"intervals": a["intervals"]}
+        return jax.grad(lambda some: loss(some | rest, causal="bottom_right"))({n: x for n, x in a.items() if n != "intervals"})
+
+    found = jax.jit(jax.vmap(lambda a: (fa_ext.jax.attention(**a, causal="bottom_right"), gradients(a)), in_axes=(axes,)))(arrays)
+    for n in range(3):
+        one = sliced(arrays, axes, n)
+        np.testing.assert_allclose(found[0][n], reference.attention(**one, causal="bottom_right")[0], atol=2e-5)
+        close({name: x[n] for name, x in found[1].items()}, exact(one, causal="bottom_right")[1])
+
+
 @pytest.mark.parametrize("given", MAPPED, ids=str)
 def test_grad_of_vmap(given):
     """Gradients of what is not mapped are sums."""

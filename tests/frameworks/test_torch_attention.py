@@ -14,7 +14,7 @@ from fa_ext._operands import OPTIONS  # noqa: E402
 from tests.frameworks.support.torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-FIXED = ("mask", "alibi")  # without a gradient
+FIXED = ("mask", "alibi", "intervals")  # without a gradient
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -436,7 +436,7 @@ def test_tensors_without_strides_are_refused_by_name(device, kind):
             for options in ({}, {"causal": "top_left", "out": torch.empty_like(q)}, {"seqlens_k": lengths}):
                 with pytest.raises(TypeError, match=name + words):
                     ft.attention(*operands, **options)
-    for name in ("bias", "mask", "sinks", "alibi"):
+    for name in ("bias", "mask", "sinks", "alibi", "intervals"):
         for first in (q, own, q.clone().requires_grad_()):
             with pytest.raises(TypeError, match=name + words):
                 ft.attention(first, q, q, **{name: x})
@@ -449,6 +449,19 @@ def test_options_are_those_of_the_core(device):
         arguments = getattr(torch.ops.fa_ext, name).default._schema.arguments
         assert [x.name for x in arguments][-len(OPTIONS) :] == list(OPTIONS)
         assert all(x.has_default_value() for x in arguments[-len(OPTIONS) :])
+
+
+def test_intervals_that_are_expanded_and_of_other_dtypes(device):
+    """Expanded axes stay what they mean, the last one too: its two ends are then the same, and hold no key."""
+    tensors, options = make("intervals", device, torch.float32)
+    for given in (tensors["intervals"][:1, :1].expand(2, 4, -1, -1), tensors["intervals"][:, :, :, None].expand(-1, -1, -1, 2, -1),
+                  tensors["intervals"][..., :1].expand(-1, -1, -1, 2)):  # fmt: skip
+        wanted = attend(tensors | {"intervals": given.contiguous()}, options)
+        for call in (attend, torch.compile(attend, backend="eager")):
+            for x, y in zip(call(tensors | {"intervals": given}, options), wanted, strict=True):
+                assert torch.equal(x, y)
+    with pytest.raises(TypeError, match="intervals has dtype int64; accepted: int32"):
+        attend(tensors | {"intervals": tensors["intervals"].long()}, options)
 
 
 @pytest.mark.parametrize("into", [False, True])

@@ -39,7 +39,7 @@ def operands(name, device):
     return (
         *(tensors[n] for n in "qkv"), left, 0 if causal else right, int(causal != "top_left"), options.get("scale"),
         options.get("softcap", 0.0), options.get("layout", "bhsd"), 0.0, None, options.get("batch_invariant", False), True,
-        *map(tensors.get, ("dropout_state", "bias", "mask", "sinks", "alibi")),
+        *map(tensors.get, ("dropout_state", "bias", "mask", "sinks", "alibi", "intervals")),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_the_operator_is_the_call(device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["plain", "all", "bias of a key", "sinks"])
+@pytest.mark.parametrize("name", ["plain", "all", "bias of a key", "sinks", "two intervals"])
 def test_whole_graphs_of_dynamic_shapes(device, backend, name):
     compiled = torch.compile(lambda tensors, options: scalar(*attend(tensors, options)), fullgraph=True, dynamic=True, backend=backend)
     for seq_q, seq_k, batch in ((5, 7, 2), (9, 6, 3), (17, 33, 4)):

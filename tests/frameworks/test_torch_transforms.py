@@ -57,16 +57,16 @@ def test_double_backward_is_that_of_math(device, name):
         close(got[n], wanted[n], device)
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap", "bias", "sinks", "mask"])
+@pytest.mark.parametrize("name", ["plain", "softcap", "bias", "sinks", "mask", "intervals"])
 def test_gradgradcheck(device, name):
     if device != "cpu":
         pytest.skip("float64 is the CPU's")
     tensors, options = make(name, SQ=2, SK=3, D=3, DV=2, B=1, H=2, HK=1)
-    names = [n for n in tensors if n not in ("mask", "alibi")]
+    names = [n for n in tensors if n not in ("mask", "alibi", "intervals")]
 
     def call(*values):
         given = dict(zip(names, values, strict=True))
-        out, lse = attend(given | {n: x for n, x in tensors.items() if n == "mask"}, options)
+        out, lse = attend(given | {n: x for n, x in tensors.items() if n in ("mask", "intervals")}, options)
         return out, torch.where(torch.isfinite(lse), lse, 0)
 
     assert torch.autograd.gradgradcheck(call, [tensors[n] for n in names], eps=1e-6, atol=1e-5)
@@ -149,7 +149,7 @@ def test_second_derivative_in_halves_and_under_autocast(device):
 # ---- torch.func ----
 
 
-def leaves_of(name, device, elements=3, mapped=("q", "k", "v", "bias", "mask", "sinks", "alibi")):
+def leaves_of(name, device, elements=3, mapped=("q", "k", "v", "bias", "mask", "sinks", "alibi", "intervals")):
     """Tensors with a mapped axis for those in ``mapped``, at different places; and in_dims."""
     tensors, options = make(name, device, wide(device))
     made, dims = {}, {}
@@ -170,7 +170,7 @@ def one_by_one(function, tensors, dims, elements=3):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi"), ("q",), ("k", "mask"), ("bias",), ("sinks", "v")])
+@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi", "intervals"), ("q",), ("k", "mask"), ("bias",), ("sinks", "v"), ("intervals",)])
 def test_vmap(device, name, mapped):
     tensors, dims, options = leaves_of(name, device, mapped=mapped)
     if all(dim is None for dim in dims.values()):
@@ -184,13 +184,13 @@ def test_vmap(device, name, mapped):
         close(a, b, device)
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "bias of a key", "sinks"])
-@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi"), ("q",), ("bias",)])
+@pytest.mark.parametrize("name", ["plain", "all", "bias of a key", "sinks", "two intervals"])
+@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi", "intervals"), ("q",), ("bias",)])
 def test_vmap_of_grad_and_grad_of_vmap(device, name, mapped):
     tensors, dims, options = leaves_of(name, device, mapped=mapped)
     if all(dim is None for dim in dims.values()):
         pytest.skip("nothing of this call is mapped")
-    floating = [n for n in tensors if n not in ("mask", "alibi")]
+    floating = [n for n in tensors if n not in ("mask", "alibi", "intervals")]
 
     def inner(tensors):
         rest = {n: x for n, x in tensors.items() if n not in floating}

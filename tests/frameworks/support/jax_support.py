@@ -57,7 +57,7 @@ def split(problem: gradients.Problem):
     """({name: array that JAX differentiates by}, {other keyword arguments}) of fa_ext.jax.attention"""
     inputs = problem.inputs
     arrays = {name: inputs[name] for name in gradients.NAMES if name in inputs}
-    rest = {name: inputs[name] for name in ("mask", "alibi", *OPTIONS) if name in inputs}
+    rest = {name: inputs[name] for name in ("mask", "alibi", "intervals", *OPTIONS) if name in inputs}
     if inputs.get("dropout"):
         p, seed, *more = inputs["dropout"]
         offset, origin, heads = (*more, *(0, (0, 0, 0, 0), 0)[len(more) :])

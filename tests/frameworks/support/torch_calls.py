@@ -28,6 +28,9 @@ CALLS = {
     "sinks": ({}, ("sinks",)),
     "alibi": ({"causal": "top_left"}, ("alibi",)),
     "alibi of a batch": ({"softcap": 0.8}, ("alibi_b",)),
+    "intervals": ({}, ("intervals",)),
+    "intervals of a batch": ({"causal": "bottom_right"}, ("intervals_b", "sinks")),
+    "two intervals": ({"window": (4, None), "softcap": 0.9, "layout": "bshd"}, ("two_intervals", "bias", "mask")),
     "layout": ({"layout": "bshd"}, ()),
     "batch_invariant": ({"batch_invariant": True, "deterministic": True}, ()),
     "all": ({"causal": "bottom_right", "window": (4, None), "softcap": 0.9, "scale": 0.5, "layout": "bshd"},
@@ -64,6 +67,9 @@ def make(name, device="cpu", dtype=torch.float64, seed=0, **extents):
     if {"alibi", "alibi_b"} & set(extras):
         slopes = torch.rand(*((h,) if "alibi" in extras else (b, h)), generator=generator)
         tensors["alibi"] = slopes.to(device)
+    for kind, shape in (("intervals", (b, h, sq, 2)), ("intervals_b", (b, 1, 1, 2)), ("two_intervals", (1, h, sq, 2, 2))):
+        if kind in extras:
+            tensors["intervals"] = torch.randint(-1, sk + 2, shape, generator=generator, dtype=torch.int32).to(device)
     return tensors, dict(options)
 
 
@@ -86,6 +92,8 @@ def math_attention(tensors, options):
     visible = seen(q.shape[2], k.shape[2], options).to(q.device)
     if tensors.get("mask") is not None:
         visible = visible & tensors["mask"]
+    if tensors.get("intervals") is not None:
+        visible = visible & held(tensors["intervals"], q.shape[2], k.shape[2]).to(q.device)
     visible = visible.expand(scores.shape)
     columns = [torch.where(visible, scores, -1e30)]
     if tensors.get("sinks") is not None:
@@ -110,6 +118,13 @@ def seen(seq_q, seq_k, options):
             ):
                 visible[i, j] = False
     return visible
+
+
+def held(intervals, seq_q, seq_k):
+    """Boolean (B, H, Sq, Sk), of extents that may be 1 for batch and heads: what intervals show, key by key."""
+    given = (intervals if intervals.dim() == 5 else intervals[:, :, :, None]).cpu()
+    given = given.expand(*given.shape[:2], seq_q, *given.shape[3:]).tolist()
+    return torch.tensor([[[[any(begin <= j < end for begin, end in row) for j in range(seq_k)] for row in head] for head in entry] for entry in given])
 
 
 def distances(seq_q, seq_k, options):
