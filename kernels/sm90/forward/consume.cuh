@@ -38,7 +38,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         [[maybe_unused]] LightRows light;
         if constexpr (C::kLight) {
             const Tile &tile = smem.tile[round % Smem::kTileStages];
-            light.begin(light_of(p), tile.batch, tile.head, row, lane);
+            light.begin(light_of(p), tile.batch, tile.head, row, p.seq_q, lane);
         }
 
         if (blocks.count > 0) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kSoftcap)
                     for (float &score : scores) score = tanh_fast(score * p.cap_factor);
             };
-            uint32_t pairs[2]; // of the mask, in the light kind
+            uint32_t visible[2]; // of the mask and the intervals, in the light kind
             auto mask = [&](auto &scores, int block) {
                 const int first_key = first_key_of(block);
                 int low[2], high[2];
@@ -101,8 +101,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kLight) {
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
-                        hide_scores(scores, r,
-                                    columns_between(low[r], high[r], 2 * (lane % 4)) & LightRows::row_bits(pairs, r));
+                        hide_scores(scores, r, columns_between(low[r], high[r], 2 * (lane % 4)) & visible[r]);
                 } else {
                     mask_scores(scores, low, high, 2 * (lane % 4));
                 }
@@ -149,7 +148,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 issue_pv(old, block > first + 1);
                 if constexpr (!C::kLateTurns) turn_pass();
                 keep(block);
-                if constexpr (C::kLight && kMaskBlock) light.fetch<kTileN>(pairs, light_of(p).map, told.first_key());
+                if constexpr (C::kLight && kMaskBlock)
+                    light.fetch<kTileN>(visible, light_of(p), told.first_key(), lane);
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
@@ -238,7 +238,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                         shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
                 keep(first);
-                if constexpr (C::kLight) light.fetch<kTileN>(pairs, light_of(p).map, told.first_key());
+                if constexpr (C::kLight) light.fetch<kTileN>(visible, light_of(p), told.first_key(), lane);
                 wgmma_wait<0>();
                 wgmma_pin(part);
                 free_keys(is_last(first));

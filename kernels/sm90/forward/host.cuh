@@ -42,7 +42,7 @@ struct Own {
     bool counter;           // tiles come from one, the first word of the workspace
     uint32_t query_tiles;   // a head
     uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
-    MapPlan map;            // of a mask
+    MapPlan map;            // of a mask or intervals
 };
 constexpr int64_t kCounterBytes = 256; // of the workspace, before the map
 
@@ -54,7 +54,7 @@ inline void order(const fa_forward &p, bool counter, fa_plan *plan) {
     Own &own = fa_own<Own>(plan);
     const int64_t query_tiles = own.query_tiles, heads = p.heads * p.batch;
     if (query_tiles * heads <= plan->blocks) return;
-    if (p.mask.data) own.counter = true; // whatever the mask leaves of each
+    if (has_map(p)) own.counter = true; // whatever it leaves of each
     if (p.right >= FA_UNBOUNDED) return;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
     const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
@@ -84,7 +84,7 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
     plan->keep = true;
     order(p, t.counter, plan);
     if (own.counter) plan->workspace_bytes = kCounterBytes;
-    if (!p.mask.data) return;
+    if (!has_map(p)) return;
     own.map = map_plan(p, p.key_end - p.key_begin, true, false, kCounterBytes);
     plan->workspace_bytes = own.map.bytes;
 }
@@ -185,15 +185,17 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.schedule.section_heads = own.section_heads;
     if (own.counter) params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
-    if (p.mask.data && keys > 0)
+    if (has_map(p) && keys > 0)
         FA_TRY(launch_map(own.map, p, keys, params.schedule.counter, *launch));
     else if (own.counter)
         FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                              static_cast<cudaStream_t>(launch->stream)));
-    if (p.mask.data) params.light.map = pair_map(own.map, p, *launch);
+    if (has_map(p)) params.light.map = pair_map(own.map, *launch);
+    params.light.intervals = intervals_of(p);
+    params.light.key_begin = static_cast<int>(p.key_begin);
     params.light.alibi = p.alibi;
     params.light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
-    params.light.behind = p.right <= 0;
+    params.light.behind = p.right <= 0 || !p.alibi.data;
     params.visible = shifted_band_of(p);
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;

@@ -29,8 +29,8 @@ template <class C> class SeenBlocks {
         for (int wg = 0; wg < C::kConsumers; ++wg) {
             const int row = row_ + wg * 64, last = min(row + 64, p_.seq_q) - 1;
             if (row > last) continue;
-            bool sees = !map.words, whole = common_span(p_.visible, row, last).holds(first, C::kTileN);
-            if (map.words)
+            bool sees = !map.seen, whole = common_span(p_.visible, row, last).holds(first, C::kTileN);
+            if (map.seen)
 #pragma unroll
                 for (int n = 0; n < kSixtyFours; ++n) {
                     const int column = (first / 64 + n) * map.column_step;
@@ -49,7 +49,7 @@ template <class C> class SeenBlocks {
     __device__ __forceinline__ int find(int block, uint32_t &flags) const {
         const PairMap &map = light_of(p_).map;
         while (block < blocks_.count) {
-            if (map.words && map.column_step) {                              // on to a block of which a bit is set
+            if (map.seen && map.column_step) {                               // on to a block of which a bit is set
                 const int last = blocks_.end / 64 - 1 - block * kSixtyFours; // its last 64 keys
                 if (last < 0) return blocks_.count;
                 uint32_t seen = 0;

@@ -25,7 +25,7 @@ FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_FORWARD_INSTANCE)};
 
 static int kind_of(const fa_forward &p) {
-    if (p.mask.data || p.alibi.data) return kLight;
+    if (has_map(p) || p.alibi.data) return kLight;
     if (p.softcap > 0) return kCapped;
     return p.left >= FA_UNBOUNDED && p.right >= FA_UNBOUNDED ? kFull : kMasked;
 }
@@ -59,7 +59,7 @@ FA_DEFINE_KERNEL(wgmma_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_MASK | FA_WITH_ALIBI,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS,
     .plan = fa::sm90::plan,
     .launch = fa::sm90::launch,
 };

@@ -1,4 +1,5 @@
-/* A boolean mask and ALiBi beside a range of keys a row, in a main loop whose accumulators have queries as rows.
+/* A boolean mask, intervals and ALiBi beside a range of keys a row, in a main loop whose accumulators have queries as
+ * rows.
  *
  * Scores are then in base 2, product * factor - slope * |key - place|, and so is the running maximum: the fast path
  * takes products as they are,
@@ -9,18 +10,21 @@
  * says on which. Distances count from the block's first key, so that long rows keep their bits. Where a block straddles
  * the places, and where the fast path gives up, scores are computed in place (transform()). */
 #pragma once
-#include "common/alibi.cuh" // slope_of
-#include "common/score.cuh" // kLog2E, round_score
+#include "common/alibi.cuh"     // slope_of
+#include "common/intervals.cuh" // Intervals
+#include "common/score.cuh"     // kLog2E, round_score
 #include "sm90/common/softmax.cuh"
 #include "sm90/score/pair_map.cuh"
 
 namespace fa::sm90 {
 
 struct LightParams {
-    PairMap map;      // words NULL: no mask
-    fa_operand alibi; // data NULL: none
-    int diagonal;     // row i stands at key i + diagonal, counted from the call's first visible one
-    bool behind;      // no row sees a key beyond its place
+    PairMap map;         // seen NULL: neither mask nor intervals; words NULL: no mask
+    Intervals intervals; // begins NULL: none
+    fa_operand alibi;    // data NULL: none
+    int key_begin;       // the call's first visible key
+    int diagonal;        // row i stands at key i + diagonal, counted from the call's first visible one
+    bool behind;         // no row sees a key beyond its place, or there is no ALiBi
 };
 
 /* What the producer tells of a block of keys beside its stage, in one word: its first key in units of 64, which may be
@@ -39,29 +43,45 @@ struct BlockWord {
 /* A thread's part of a tile: rows `row` and row + 8. */
 struct LightRows {
     const uint32_t *words; // of the warp's 16 rows and this lane
+    const int32_t *begins; // of the first row's intervals
+    int next;              // elements to those of the second, where it is there
     float slope;           // times log2(e)
     int place;             // of the lane's first column, from where its first row stands
 
-    __device__ __forceinline__ void begin(const LightParams &p, int batch, int head, int row, int lane) {
-        const int plane = p.map.plane(batch, head);
-        if (p.map.words) words = p.map.words_of(plane, row / 16, lane);
+    __device__ __forceinline__ void begin(const LightParams &p, int batch, int head, int row, int rows, int lane) {
+        if (p.map.words) words = p.map.words_of(p.map.plane(batch, head), row / 16, lane);
+        const int64_t *const stride = p.intervals.stride;
+        begins = p.intervals.begins + batch * stride[0] + head * stride[1] + min(row, rows - 1) * stride[2];
+        next = row + 8 < rows ? static_cast<int>(8 * stride[2]) : 0;
         slope = round_score(slope_of(p.alibi, batch, head), kLog2E);
         place = 2 * (lane % 4) - (row + p.diagonal);
     }
 
-    /* The mask's bits of a block's pairs, in two words of 64 keys. */
+    /* Which of a block's pairs the mask and the intervals leave, a word a row, as columns_below() counts them. */
     template <int kKeys>
-    __device__ __forceinline__ void fetch(uint32_t (&pairs)[2], const PairMap &map, int first_key) {
+    __device__ __forceinline__ void fetch(uint32_t (&visible)[2], const LightParams &p, int first_key, int lane) const {
         static_assert(kKeys == 64 || kKeys == 128);
-        pairs[0] = pairs[1] = 0xffffffff;
-        if (!map.words) return;
-        const int block = first_key >> 6; // -1 where the block begins before the first key
-        pairs[0] = words[int64_t(max(block, 0)) * map.column_step * 32];
-        if constexpr (kKeys == 128) pairs[1] = words[int64_t(block + 1) * map.column_step * 32];
-    }
-    /* Those of row r, as columns_below() counts them. */
-    static __device__ __forceinline__ uint32_t row_bits(const uint32_t (&pairs)[2], int r) {
-        return __byte_perm(pairs[0], pairs[1], r ? 0x7632 : 0x5410);
+        visible[0] = visible[1] = 0xffffffff;
+        if (p.map.words) {
+            const int block = first_key >> 6; // -1 where the block begins before the first key
+            const uint32_t low = words[int64_t(max(block, 0)) * p.map.column_step * 32];
+            const uint32_t high = kKeys == 128 ? words[int64_t(block + 1) * p.map.column_step * 32] : 0;
+            visible[0] = __byte_perm(low, high, 0x5410), visible[1] = __byte_perm(low, high, 0x7632);
+        }
+        if (!p.intervals.begins) return;
+        const int first = first_key + p.key_begin;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint32_t held = 0;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                if (n == p.intervals.count) break;
+                const int32_t *const at = begins + r * next + n * p.intervals.stride[3];
+                const fa_span span = fa_interval(at, p.intervals.to_end, p.intervals.keys);
+                held |= columns_between(int(span.begin) - first, int(span.end) - first, 2 * (lane % 4));
+            }
+            visible[r] &= held;
+        }
     }
 
     /* Whether `keys` keys from first_key on lie on both sides of the places of some of a warpgroup's rows, the first of

@@ -1,14 +1,18 @@
-/* Makes the pair maps (pair_map.cuh) of a call with a boolean mask: one launch before that of the kernels that read
- * them.
+/* Makes the pair maps (pair_map.cuh) of a call with a boolean mask or intervals: one launch before that of the kernels
+ * that read them.
  *
- * A block of threads takes 64 queries x 512 keys, a warp 16 queries of it. A lane reads 16 neighbouring keys of two
- * rows, in one access where they lie so, and the four lanes of a row exchange them for the columns that each has in an
- * accumulator. For keys as rows the bits of 64 x 64 pairs go through shared memory. */
+ * A block of threads takes 64 queries x 512 keys. Of a mask a warp takes 16 queries: a lane reads 16 neighbouring keys
+ * of two rows, in one access where they lie so, and the four lanes of a row exchange them for the columns that each has
+ * in an accumulator. For keys as rows the bits of 64 x 64 pairs go through shared memory. Of intervals only the bits of
+ * blocks are made: a block is seen where it meets the hull of its rows' intervals, and whole where all of them hold it.
+ */
 #pragma once
-#include "common/launch.cuh" // fa_start
-#include "common/limits.cuh" // divide_up
+#include "common/intervals.cuh" // Intervals, intervals_of
+#include "common/launch.cuh"    // fa_start
+#include "common/limits.cuh"    // divide_up
 #include "sm90/score/pair_map.cuh"
 #include <algorithm> // max, min
+#include <climits>   // INT_MAX
 
 namespace fa::sm90 {
 
@@ -21,9 +25,12 @@ struct MadeMap {
 };
 
 struct MapParams {
-    const uint8_t *mask; // of the call's first visible key; (B, H, Sq, Sk), an axis of extent 1 has stride 0
+    const uint8_t
+        *mask; // of the call's first visible key; (B, H, Sq, Sk), an axis of extent 1 has stride 0; NULL: none
     int64_t stride[4];
-    int heads, rows, columns; // extents of the mask; a block's where it is the same along the axis
+    Intervals intervals;
+    int key_begin;            // the call's first visible key
+    int heads, rows, columns; // extents of the map; a block's where it is the same along the axis
     int row_blocks, column_blocks, bit_words;
     bool vectors;      // 16 keys lie side by side, 16-byte aligned
     MadeMap queries;   // with queries as rows; `seen` and `whole` are always made
@@ -66,19 +73,44 @@ __device__ __forceinline__ uint32_t accumulator_order(uint32_t keys, int lane) {
     return word;
 }
 
-__global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParams p) {
+/* The keys that intervals n of a block of rows hold: some row's (least begin to most end), and all rows'. */
+struct RowsHeld {
+    int begin_least, begin_most, end_least, end_most;
+
+    __device__ __forceinline__ bool meets(int first, int end) const { return first < end_most && end > begin_least; }
+    __device__ __forceinline__ bool holds(int first, int end) const {
+        return begin_most <= first && end <= end_least && begin_most < end_least;
+    }
+};
+
+/* Of the block of rows from `row`. The warp calls it. */
+__device__ __forceinline__ RowsHeld rows_held(const MapParams &p, int batch, int head, int row, int lane, int n) {
+    RowsHeld held = {INT_MAX, INT_MIN, INT_MAX, INT_MIN};
+    for (int i = row + lane; i < min(row + kMapBlock, p.rows); i += 32) {
+        const KeyRange range = p.intervals.of_query(batch, head, i).of[n];
+        const int begin = int(range.begin) - p.key_begin, end = int(range.end) - p.key_begin;
+        if (begin < end) held.begin_least = min(held.begin_least, begin), held.end_most = max(held.end_most, end);
+        held.begin_most = max(held.begin_most, begin), held.end_least = min(held.end_least, end);
+    }
+    return {__reduce_min_sync(0xffffffff, held.begin_least), __reduce_max_sync(0xffffffff, held.begin_most),
+            __reduce_min_sync(0xffffffff, held.end_least), __reduce_max_sync(0xffffffff, held.end_most)};
+}
+
+static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParams p) {
     __shared__ alignas(8) uint16_t bits[2][kMapBlock][4]; // of two blocks in turn
     __shared__ uint32_t flags[4][2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int chunks = p.bit_words * (32 / kMapChunk); // those past the last block of keys write bits alone
     const int chunk = blockIdx.x % chunks, tile = blockIdx.x / chunks;
     const int row_block = tile % p.row_blocks, plane = tile / p.row_blocks;
-    const uint8_t *const mask = p.mask + plane / p.heads * p.stride[0] + plane % p.heads * p.stride[1];
+    const int batch = plane / p.heads, head = plane % p.heads;
+    const uint8_t *const mask = p.mask + batch * p.stride[0] + head * p.stride[1];
     const int row = row_block * kMapBlock + warp * 16 + lane / 4;
     if (p.counter && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
 
     uint32_t seen = 0, partial = 0; // of the chunk's blocks, by this lane's pairs
-    const int count = min(kMapChunk, p.column_blocks - chunk * kMapChunk);
+    const int count = p.mask ? min(kMapChunk, p.column_blocks - chunk * kMapChunk) : 0;
+    if (!p.mask) seen = ~0u;
     for (int n = 0; n < count; ++n) {
         const int block = chunk * kMapChunk + n, column = block * kMapBlock + lane % 4 * 16;
         const uint32_t low = mask_bits(p, mask, row, column), high = mask_bits(p, mask, row + 8, column);
@@ -109,34 +141,54 @@ __global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParam
     seen = __reduce_or_sync(0xffffffff, seen), partial = __reduce_or_sync(0xffffffff, partial);
     if (lane == 0) flags[warp][0] = seen, flags[warp][1] = partial;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int n = 1; n < 4; ++n) seen |= flags[n][0], partial |= flags[n][1];
-        const int64_t at = (int64_t(plane) * p.row_blocks + row_block) * chunks + chunk;
-        p.queries.seen[at] = uint8_t(seen), p.queries.whole[at] = uint8_t(~partial);
+    if (warp != 0) return;
+    for (int n = 1; n < 4; ++n) seen |= flags[n][0], partial |= flags[n][1];
+    if (p.intervals.begins) { // a lane a block
+        const int first = (chunk * kMapChunk + lane) * kMapBlock, end = min(first + kMapBlock, p.columns);
+        bool meets = false, holds = false;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            if (n == p.intervals.count) break;
+            const RowsHeld held = rows_held(p, batch, head, row_block * kMapBlock, lane, n);
+            meets = meets || held.meets(first, end), holds = holds || held.holds(first, end);
+        }
+        seen &= __ballot_sync(0xffffffff, meets), partial |= __ballot_sync(0xffffffff, !holds);
     }
+    const int64_t at = (int64_t(plane) * p.row_blocks + row_block) * chunks + chunk;
+    if (lane == 0) p.queries.seen[at] = uint8_t(seen), p.queries.whole[at] = uint8_t(~partial);
 }
 
 /* ---- host ---- */
+
+/* Whether a call has a map. */
+inline bool has_map(const fa_forward &p) { return p.mask.data || p.intervals.data; }
 
 /* The maps of a call in a workspace: their extents and places. */
 struct MapPlan {
     int batch, heads, row_blocks, column_blocks, bit_words; // extents
     int64_t words, by_keys, bits, bytes;                    // places in bytes of each part; -1: not wanted
+    bool step[4];                                           // whether it differs along B, H, Sq, Sk
 
     int64_t planes() const { return int64_t(batch) * heads; }
+    int64_t bit_bytes() const { return divide_up(planes() * row_blocks * bit_words * 4, 256) * 256; }
 };
 
-/* Of a mask over `rows` queries and `keys` keys of a call; `first` is the place in the workspace. */
+/* Of a call's mask and intervals, over `keys` keys; `first` is the place in the workspace. A mask has words with
+ * queries as rows and, where `by_keys`, with keys as rows. */
 inline MapPlan map_plan(const fa_forward &p, int64_t keys, bool words, bool by_keys, int64_t first) {
-    const auto blocks = [](int64_t stride, int64_t extent) {
-        return int(stride ? divide_up(extent, kMapBlock) : std::min<int64_t>(extent, 1));
-    };
     MapPlan m = {};
-    m.batch = p.mask.stride[0] ? int(p.batch) : 1, m.heads = p.mask.stride[1] ? int(p.heads) : 1;
-    m.row_blocks = blocks(p.mask.stride[2], p.seq_q), m.column_blocks = blocks(p.mask.stride[3], keys);
+    for (int axis = 0; axis < 4; ++axis)
+        m.step[axis] =
+            (p.mask.data && p.mask.stride[axis]) || (p.intervals.data && (axis == 3 || p.intervals.stride[axis]));
+    const auto blocks = [&](int axis, int64_t extent) {
+        return int(m.step[axis] ? divide_up(extent, kMapBlock) : std::min<int64_t>(extent, 1));
+    };
+    m.batch = m.step[0] ? int(p.batch) : 1, m.heads = m.step[1] ? int(p.heads) : 1;
+    m.row_blocks = blocks(2, p.seq_q), m.column_blocks = blocks(3, keys);
     m.bit_words = int(divide_up(m.column_blocks, 32));
+    words = words && p.mask.data, by_keys = by_keys && p.mask.data;
     const int64_t pairs = m.planes() * m.row_blocks * m.column_blocks * (4 * 32 * sizeof(uint32_t));
-    m.bits = first, first += 2 * divide_up(m.planes() * m.row_blocks * m.bit_words * 4, 256) * 256;
+    m.bits = first, first += 2 * m.bit_bytes();
     m.words = words ? first : -1, first += words ? pairs : 0;
     m.by_keys = by_keys ? first : -1, first += by_keys ? pairs : 0;
     m.bytes = first;
@@ -148,39 +200,49 @@ inline uint32_t *map_part(const fa_launch &launch, int64_t at) {
 }
 
 /* The map as a main loop with queries as rows takes it. */
-inline PairMap pair_map(const MapPlan &m, const fa_forward &p, const fa_launch &launch) {
-    uint32_t *const seen = map_part(launch, m.bits);
-    const int64_t whole = divide_up(m.planes() * m.row_blocks * m.bit_words * 4, 256) * 64;
-    return {map_part(launch, m.words),
-            seen,
-            seen + whole,
-            m.heads,
-            m.row_blocks,
-            m.column_blocks,
-            m.bit_words,
-            p.mask.stride[0] != 0,
-            p.mask.stride[1] != 0,
-            p.mask.stride[2] != 0,
-            p.mask.stride[3] != 0};
+inline PairMap pair_map(const MapPlan &m, const fa_launch &launch) {
+    return {.words = map_part(launch, m.words),
+            .seen = map_part(launch, m.bits),
+            .whole = map_part(launch, m.bits + m.bit_bytes()),
+            .heads = m.heads,
+            .row_blocks = m.row_blocks,
+            .column_blocks = m.column_blocks,
+            .bit_words = m.bit_words,
+            .batch_step = m.step[0],
+            .head_step = m.step[1],
+            .row_step = m.step[2],
+            .column_step = m.step[3]};
+}
+
+/* The same with keys as rows, in words alone. */
+inline PairMap pair_map_of_keys(const MapPlan &m, const fa_launch &launch) {
+    return {.words = map_part(launch, m.by_keys),
+            .heads = m.heads,
+            .row_blocks = m.column_blocks,
+            .column_blocks = m.row_blocks,
+            .batch_step = m.step[0],
+            .head_step = m.step[1],
+            .row_step = m.step[3],
+            .column_step = m.step[2]};
 }
 
 /* Makes them. `counter`, or NULL, becomes 0. */
 inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, uint32_t *counter,
                           const fa_launch &launch) {
-    const PairMap made = pair_map(m, p, launch);
     MapParams params = {};
-    params.mask = static_cast<const uint8_t *>(p.mask.data) + p.key_begin * p.mask.stride[3];
-    for (int axis = 0; axis < 4; ++axis) params.stride[axis] = p.mask.stride[axis];
+    if (p.mask.data) params.mask = static_cast<const uint8_t *>(p.mask.data) + p.key_begin * p.mask.stride[3];
+    for (int axis = 0; axis < 4; ++axis) params.stride[axis] = p.mask.data ? p.mask.stride[axis] : 0;
+    params.intervals = intervals_of(p);
+    params.key_begin = static_cast<int>(p.key_begin);
     params.heads = m.heads;
-    params.rows = p.mask.stride[2] ? int(p.seq_q) : kMapBlock;
-    params.columns = p.mask.stride[3] ? int(keys) : kMapBlock;
+    params.rows = m.step[2] ? static_cast<int>(p.seq_q) : kMapBlock;
+    params.columns = m.step[3] ? static_cast<int>(keys) : kMapBlock;
     params.row_blocks = m.row_blocks, params.column_blocks = m.column_blocks, params.bit_words = m.bit_words;
     int64_t places = reinterpret_cast<uintptr_t>(params.mask);
-    for (int axis = 0; axis < 3; ++axis) places |= p.mask.stride[axis];
-    params.vectors = p.mask.stride[3] == 1 && places % 16 == 0;
-    params.queries = {const_cast<uint32_t *>(made.words),
-                      reinterpret_cast<uint8_t *>(const_cast<uint32_t *>(made.seen)),
-                      reinterpret_cast<uint8_t *>(const_cast<uint32_t *>(made.whole))};
+    for (int axis = 0; axis < 3; ++axis) places |= params.stride[axis];
+    params.vectors = params.stride[3] == 1 && places % 16 == 0;
+    params.queries = {map_part(launch, m.words), reinterpret_cast<uint8_t *>(map_part(launch, m.bits)),
+                      reinterpret_cast<uint8_t *>(map_part(launch, m.bits + m.bit_bytes()))};
     params.by_keys = map_part(launch, m.by_keys);
     params.counter = counter;
     const int64_t blocks = m.planes() * m.row_blocks * m.bit_words * (32 / kMapChunk);
