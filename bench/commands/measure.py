@@ -185,7 +185,7 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
                     if slow := _timed_alone(one, slots, target, how.seconds):
                         found[name] |= slow
                     else:
-                        watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing)
+                        watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing_of(problem))
             except WrongResult as error:
                 why = f"WRONG: {error}"
             except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like

@@ -46,6 +46,10 @@ class Implementation:
         """Why it cannot do the problem, before anything runs; None when it can try."""
         raise NotImplementedError
 
+    def timing_of(self, case: Case) -> str:
+        """How it is timed on a problem."""
+        return self.timing
+
     def rearranges(self, case: Case) -> bool:
         """Whether binding views the operands in another order of axes: JAX copies then."""
         return True
