@@ -51,6 +51,9 @@ class Dropping(Peer):
     def refuses(self, case: Case) -> str | None:
         return "no dropout of sequences" if case.lengths and case.dropout else super().refuses(case)
 
+    def refuses_trials(self, case: Case) -> str | None:
+        return "draws of its own" if case.dropout else None
+
     def judged_on(self, operands: Operands) -> Judged:
         if not operands.case.dropout:
             return super().judged_on(operands)

@@ -39,6 +39,9 @@ class FlexAttention(Peer):
             self.function = torch.compile(flex_attention, dynamic=False, fullgraph=True)
             self.operations = frozenset({"attention", "backward"})
 
+    def refuses_trials(self, case: Case) -> str | None:
+        return "a block mask that was made before" if case.mask else None
+
     def bind(self, operands: Arrays) -> Thunk:
         case, torch = operands.case, self.torch
         q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
