@@ -4,8 +4,7 @@ the place of V, and float64 judges the call with that mask."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,29 +12,28 @@ from bench.implementations.implementation import Thunk
 from bench.implementations.peer import Peer
 from bench.problems import Case
 from bench.problems.operands import Arrays, Judged, Operands
-from fa_ext.dropout import Dropout
+
+if TYPE_CHECKING:
+    from fa_ext.dropout import Dropout
 
 # torch's generators begin here before each call that is judged.
 SEED = 20260101
 
 
-@dataclass(frozen=True)
-class Found(Dropout):
-    """A mask that was found: ``kept``, boolean (B, H, Sq, Sk) of NumPy or CuPy, and the probability p that a weight is dropped."""
+def found(p: float, kept: Any) -> Dropout:
+    """Dropout, as the reference takes it, of a mask that was found: ``kept``, boolean (B, H, Sq, Sk) of NumPy or CuPy, and the
+    probability p that a weight is dropped."""
+    from fa_ext.dropout import Dropout
 
-    p: float = 0.0
-    kept: Any = None
+    class Found(Dropout):
+        @property
+        def scale(self) -> float:
+            return 1 / (1 - p)
 
-    @classmethod
-    def of(cls, p: float, kept: Any) -> Found:
-        return cls(round(65536 * p), 0, 0, (0, 0, 0, 0), kept.shape[1], p, kept)
+        def keeps(self, xp, b, h, i, j):
+            return kept[b, h, i, j]
 
-    @property
-    def scale(self) -> float:
-        return 1 / (1 - self.p)
-
-    def keeps(self, xp, b, h, i, j):
-        return self.kept[b, h, i, j]
+    return Found(round(65536 * p), 0, 0, (0, 0, 0, 0), kept.shape[1])
 
 
 class Dropping(Peer):
@@ -63,7 +61,7 @@ class Dropping(Peer):
         _seed()
         result = self.bind(operands)()
         operands.device.synchronize()
-        with operands.dropping(Found.of(operands.case.dropout[0], kept)):
+        with operands.dropping(found(operands.case.dropout[0], kept)):
             return operands.judge(result)
 
 
@@ -73,14 +71,14 @@ def kept_weights(operands: Operands, attend: Callable[[Any], Any], library: str)
     case = operands.case
     v = operands.array("v", library)
     v = v.swapaxes(1, 2) if case.layout == "bshd" else v
-    found = []
+    columns_of = []
     for first in range(0, case.seq_k, case.head_dim_v):
         columns = np.arange(min(case.head_dim_v, case.seq_k - first))
         chosen = v * 0
         chosen[:, :, first + columns, columns] = 1
         _seed()
-        found.append(operands.values_of(attend(chosen)[..., : len(columns)]) != 0)
-    return np.concatenate(found, axis=-1)
+        columns_of.append(operands.values_of(attend(chosen)[..., : len(columns)]) != 0)
+    return np.concatenate(columns_of, axis=-1)
 
 
 def _seed() -> None:

@@ -188,7 +188,7 @@ def _cudnn_varlen(operands: Arrays, library: str) -> Callable[[], tuple]:
 BACKENDS: dict[str, Callable[..., tuple[Any, Callable[[], tuple]]]] = {
     "FLASH_ATTENTION": _flash, "CUDNN_ATTENTION": _cudnn, "EFFICIENT_ATTENTION": _efficient, "CPU": _cpu,
 }  # fmt: skip
-# What they take beside causal: cuDNN's has no gradient of what is added to scores.
+# Options that they take: cuDNN's has no gradient of what is added to scores.
 EXTRAS = {
     "FLASH_ATTENTION": frozenset({"dropout"}), "CUDNN_ATTENTION": frozenset({"dropout", "mask"}),
     "EFFICIENT_ATTENTION": frozenset({"dropout", "mask", "bias"}), "CPU": frozenset(),

@@ -235,7 +235,7 @@ def test_dropout_is_judged_with_the_mask_that_was_drawn(case):
     result = peer.bind(held)()
     assert not held.judge(result).passed  # the problem's own mask is another
     kept = dropped.kept_weights(held, lambda v: peer.attended(held, v), "torch")
-    with held.dropping(dropped.Found.of(held.case.dropout[0], kept)):
+    with held.dropping(dropped.found(held.case.dropout[0], kept)):
         assert not held.judge(result).passed  # and so is that of a later draw
 
 
