@@ -5,7 +5,9 @@ The block mask is made before and not timed. The backward pass is autograd's, of
 
 from __future__ import annotations
 
+import importlib
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,11 +33,12 @@ class FlexAttention(Peer):
 
         super().__init__("torch-flex", "torch", "graph" if device.kind == "cuda" else "wall")
         self.torch, self.function = torch, flex_attention
+        self._bound: weakref.WeakKeyDictionary[Arrays, Thunk] = weakref.WeakKeyDictionary()
         # A softcap is a constant, and no call may fall back to what is not compiled.
         torch._dynamo.config.specialize_float = True
         torch._dynamo.config.recompile_limit = 1000
         if device.kind == "cuda":
-            torch._functorch.config.donated_buffer = False  # a graph is differentiated again and again
+            importlib.import_module("torch._functorch.config").donated_buffer = False  # a graph is differentiated again and again
             self.function = torch.compile(flex_attention, dynamic=False, fullgraph=True)
             self.operations = frozenset({"attention", "backward"})
 
@@ -43,6 +46,12 @@ class FlexAttention(Peer):
         return "a block mask that was made before" if case.mask else None
 
     def bind(self, operands: Arrays) -> Thunk:
+        """The same call each time: a block mask, and a forward that is differentiated, are made once."""
+        if operands not in self._bound:
+            self._bound[operands] = self._made(operands)
+        return self._bound[operands]
+
+    def _made(self, operands: Arrays) -> Thunk:
         case, torch = operands.case, self.torch
         q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
         bias = operands.array("bias", self.library) if case.bias else None

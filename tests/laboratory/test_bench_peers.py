@@ -210,8 +210,10 @@ def test_flex_attention_computes_the_pattern(case):
     pytest.importorskip("torch")
     peer, problem = peers.FlexAttention(CPU), problems.parse(case)
     assert peer.refuses(problem) is None
-    judged = peer.judged_on(operands.Operands(problem, CPU))
+    held = operands.Operands(problem, CPU)
+    judged = peer.judged_on(held)
     assert judged.passed, judged.failures
+    assert peer.bind(held) is peer.bind(held)  # its block mask is made once
 
 
 def test_flex_attention_says_what_it_has_not():
