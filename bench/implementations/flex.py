@@ -42,6 +42,11 @@ class FlexAttention(Peer):
             self.function = torch.compile(flex_attention, dynamic=False, fullgraph=True)
             self.operations = frozenset({"attention", "backward"})
 
+    def refuses(self, case: Case) -> str | None:
+        if not (case.arrays() or case.softcap or case.window):
+            return "no option that it is taken for"
+        return super().refuses(case)
+
     def refuses_trials(self, case: Case) -> str | None:
         return "a block mask that was made before" if case.mask else None
 

@@ -220,6 +220,7 @@ def test_flex_attention_says_what_it_has_not():
     pytest.importorskip("torch")
     peer = peers.FlexAttention(CPU)
     assert peer.refuses(problems.parse(f"{PLAIN},dropout=0.1:1,sinks=same")) == "no dropout, sinks"
+    assert peer.refuses(problems.parse(f"{PLAIN},causal=True")) == "no option that it is taken for"  # it is compiled for each problem
     assert "torch-flex" in peers.PEERS and peer.operations == {"attention"}  # uncompiled it has no gradients
 
 
