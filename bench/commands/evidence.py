@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import arguments, machine, report
 from bench.machine import device as devices
@@ -41,13 +41,17 @@ from bench.recording.check import NEEDED, ON_DEMAND, check, summary
 from bench.recording.record import CORE, FOLDER, Record
 from bench.trial import isolation
 
+if TYPE_CHECKING:
+    from bench.problems import Case
+
 SUMMARY = "write or check the committed record of tests and figures"
 PARTS = NEEDED["cuda"]
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
                "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "dropout": "hot", "serving": "cold",
                "cache_ops": "cold", "sequences-backward": "hot"}  # fmt: skip
-# Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
-ALONE = ("options", "dropout")
+# Presets, or some cells of one, that are measured without peers: what an option costs shows only where the call with it and the
+# one without run at like power.
+ALONE: dict[str, tuple[str, ...]] = {"options": ("costs",), "dropout": ()}
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot", "cpu-serving": "hot"}
 OPERATIONS = ("attention", "backward", "merge", "append", "documents")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -108,6 +112,15 @@ def run(args: argparse.Namespace) -> int:
 def place_of(where: dict[str, str]) -> Path:
     """The record of a machine {"device", "name"}."""
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', where['name'].lower()).strip('-')}.json"
+
+
+def alone(preset: str) -> set[Case]:
+    """The problems of a preset that are measured without peers."""
+    from bench import problems
+
+    if preset not in ALONE:
+        return set()
+    return set(problems.cells(preset, ALONE[preset]) if ALONE[preset] else problems.preset(preset))
 
 
 class Run:
@@ -275,7 +288,7 @@ class Run:
 
         found, missing = peers.available(devices.open_device(self.device))
         renew_times(self.record, self.device)
-        for preset, kind, cases, kernels in self._unmeasured():
+        for kind, cases, kernels, without_peers in self._unmeasured():
             if self.late():
                 break
 
@@ -284,12 +297,13 @@ class Run:
                 self.record.put_run(key, report.plain(record.as_run(cell) | about | {"date": machine.now()}))
                 self.record.save()
 
-            settings = measure.Settings(self.device, kernels, [] if preset in ALONE else [p.name for p in found], 60,
+            settings = measure.Settings(self.device, kernels, [] if without_peers else [p.name for p in found], 60,
                                         self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01)  # fmt: skip
             measure.measure(settings, cases, [kind], missing=missing, deadline=self.late, on_cell=keep)
 
-    def _unmeasured(self) -> Iterator[tuple[str, str, list, list[str]]]:
-        """(preset, cache, problems, the kernels of which they need new figures): those that lack the same go together."""
+    def _unmeasured(self) -> Iterator[tuple[str, list, list[str], bool]]:
+        """(cache, problems, the kernels of which they need new figures, whether these are measured without peers): those that lack the
+        same go together."""
         from bench import problems
         from bench.commands import measure
 
@@ -297,12 +311,13 @@ class Run:
         presets = self.args.presets.split(",") if self.args.presets else every
         kernels = {operation: self.kernels(operation) for operation in problems.OPERATIONS}
         for preset in presets:
+            without_peers = alone(preset)
             for kind in measure.caches(every.get(preset, "hot")):
-                lacking: dict[tuple[str, ...], list] = {}
+                lacking: dict[tuple[tuple[str, ...], bool], list] = {}
                 for case in problems.preset(preset):
                     if re.search(self.args.filter, str(case)) and (names := self._lacks(f"{case} {kind}", kernels[case.operation])):
-                        lacking.setdefault(tuple(names), []).append(case)
-                yield from ((preset, kind, cases, list(names)) for names, cases in lacking.items())
+                        lacking.setdefault((tuple(names), case in without_peers), []).append(case)
+                yield from ((kind, cases, list(names), without) for (names, without), cases in lacking.items())
 
     def _lacks(self, key: str, kernels: list[str]) -> list[str]:
         """Kernels without figures of their code of today in a cell; a refusal is an answer too."""

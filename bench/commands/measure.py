@@ -51,6 +51,8 @@ METHOD = {
 DENSE = "of our dense rate"
 # On the CPU a problem of more work than this is tried with fewer queries first, so that none holds up a run for hours.
 LARGE_FLOPS = 1e11
+# Seconds that a problem may take besides its rounds: gigabytes of bias are drawn on the host, and peers compile kernels for it.
+SETUP_SECONDS = 240
 # Both live as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
 _open: dict[tuple, Implementation] = {}
@@ -136,7 +138,7 @@ def measure(
     results = report.Results(output, identity, context | {"method": METHOD[settings.device], "missing_peers": missing or {}}, fresh)
     todo = [(case, kind) for case in cases for kind in cache if f"{case} {kind}" not in results.cells]
     progress = report.Progress(len(todo), quiet)
-    limit = 60 + 6 * settings.seconds * (1 + len(settings.candidates) + len(settings.peers))
+    limit = SETUP_SECONDS + 6 * settings.seconds * (1 + len(settings.candidates) + len(settings.peers))
     context = results.document["context"]
     with isolation.Worker() as worker:
         if todo and "ceilings" not in context:
@@ -185,7 +187,7 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
                     if slow := _timed_alone(one, slots, target, how.seconds):
                         found[name] |= slow
                     else:
-                        watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing)
+                        watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing_of(problem))
             except WrongResult as error:
                 why = f"WRONG: {error}"
             except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like

@@ -46,6 +46,14 @@ class Implementation:
         """Why it cannot do the problem, before anything runs; None when it can try."""
         raise NotImplementedError
 
+    def refuses_trials(self, case: Case) -> str | None:
+        """Why ``bench gate``, whose arrays change between calls and whose judge knows the case alone, cannot have it."""
+        return None
+
+    def timing_of(self, case: Case) -> str:
+        """How it is timed on a problem."""
+        return self.timing
+
     def rearranges(self, case: Case) -> bool:
         """Whether binding views the operands in another order of axes: JAX copies then."""
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -72,3 +73,8 @@ def bshd(operands: Arrays, name: str, library: str) -> Any:
 
 def scale_of(case: Case) -> float:
     return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+
+
+def bias_dtype(case: Case) -> str:
+    """Name of the dtype that the case's kind of bias has, from one of a single key."""
+    return dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, mask=None).host_inputs()["bias"].dtype.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -15,14 +14,16 @@ import numpy as np
 
 from bench import report
 from bench.implementations import dense_rows, serving
+from bench.implementations.dropped import Dropping
+from bench.implementations.flex import FlexAttention
 from bench.implementations.implementation import Implementation, Thunk
 from bench.implementations.flash3 import FlashAttention3, VllmFlashAttention3
-from bench.implementations.peer import Dense, Peer, bhsd, bshd, scale_of
+from bench.implementations.peer import Dense, Peer, bhsd, bias_dtype, bshd, scale_of
 from bench.implementations.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import empty_bytes
-from bench.problems.operands import Operands
+from bench.problems.operands import Arrays, Operands
 
 
 class NumPy(Peer):
@@ -67,7 +68,7 @@ class NumPy(Peer):
         return call
 
 
-class TorchSdpa(Peer):
+class TorchSdpa(Dropping):
     """``torch.nn.functional.scaled_dot_product_attention`` held to one backend, or (None) left to its choice; of the fused
     backends also their backward operators."""
 
@@ -79,8 +80,9 @@ class TorchSdpa(Peer):
         self.operations = frozenset({"attention"} | ({"backward", "serving"} if self.backward else set()))
         if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
-        if backend != "FLASH_ATTENTION":
-            self.extras = frozenset({"window", "mask", "bias"})
+        self.extras = frozenset() if backend == "FLASH_ATTENTION" else frozenset({"window", "mask", "bias"})
+        if device.kind == "cuda" or backend == "MATH":
+            self.extras |= {"dropout"}
 
     def refuses(self, case: Case) -> str | None:
         if case.operation == "backward" and self.backward:
@@ -88,23 +90,37 @@ class TorchSdpa(Peer):
         why = super().refuses(case)
         if case.operation == "serving":
             return why or ("no window" if case.window else serving.dense_refuses(case))
-        if why is None and case.bias and _bias_dtype(case) != case.dtype:
-            return f"no {_bias_dtype(case)} bias of {case.dtype} inputs"
+        if why is None and case.bias and bias_dtype(case) != case.dtype:
+            return f"no {bias_dtype(case)} bias of {case.dtype} inputs"
         return why
 
-    def bind(self, operands: Operands) -> Thunk:
-        case = operands.case
-        if case.operation == "backward" and self.backward:
+    def bind(self, operands: Arrays) -> Thunk:
+        if operands.case.operation == "backward" and self.backward:
             return self.backward.bind(operands)
+        return self._call(operands)
+
+    def attended(self, operands: Arrays, v: Any) -> Any:
+        if operands.case.operation == "backward" and self.backward:
+            return self.backward.attended(operands, v)
+        out = self._call(operands, v)()
+        return out.swapaxes(1, 2) if operands.case.layout == "bshd" else out
+
+    def timing_of(self, case: Case) -> str:
+        return self.backward.timing_of(case) if case.operation == "backward" and self.backward else super().timing_of(case)
+
+    def _call(self, operands: Arrays, other_v: Any = None) -> Thunk:
+        """The forward on the operands, or on another v, (B, Hk, Sk, Dv)."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        case = operands.case
         choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
         mask, swap = None, case.layout == "bshd"
         if case.operation == "serving":  # of one length, as a dense call on a dense copy of what the pages hold
             q, k, v, is_causal, restore = serving.dense(operands)
         else:
             q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
+            v = v if other_v is None else other_v
             square = case.seq_q == case.seq_k or case.causal == "top_left"
             is_causal = bool(case.causal) and square and not (case.window or case.mask or case.bias)
             mask = self._mask(operands, q.device, is_causal)
@@ -112,8 +128,10 @@ class TorchSdpa(Peer):
             def restore(out: Any) -> Any:
                 return out.swapaxes(1, 2) if swap else out
 
-        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
-                                   scale=case.scale, enable_gqa=case.heads != case.heads_kv)  # fmt: skip
+        options = {"attn_mask": mask, "is_causal": is_causal, "scale": case.scale, "enable_gqa": case.heads != case.heads_kv}
+        if case.dropout:
+            options["dropout_p"] = case.dropout[0]
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, **options)
 
         def call():
             with choose(), torch.no_grad():
@@ -121,7 +139,7 @@ class TorchSdpa(Peer):
 
         return call
 
-    def _mask(self, operands: Operands, device: Any, is_causal: bool) -> Any:
+    def _mask(self, operands: Arrays, device: Any, is_causal: bool) -> Any:
         """The mask that torch is given, of what it is not told otherwise; None: none."""
         import torch
 
@@ -286,11 +304,6 @@ def _differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seen: 
     return tuple((x.swapaxes(1, 2) if swap else x).astype(dtype, copy=False) for x in found)
 
 
-def _bias_dtype(case: Case) -> str:
-    """Name of the dtype that the case's kind of bias has, from one of a single key."""
-    return dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, mask=None).host_inputs()["bias"].dtype.name
-
-
 def _band(case: Case) -> np.ndarray:
     """(Sq, Sk) boolean: what causal and window leave visible."""
     left, right, diagonal = case.band()
@@ -305,6 +318,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Implementati
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
     "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
     "torch-sdpa": (("cpu", "cuda"), "torch", lambda d: TorchSdpa(None, "torch-sdpa", d)),
+    "torch-flex": (("cuda",), "torch", FlexAttention),
     "torch-flash-ordered": (("cuda",), "torch", lambda d: TorchBackward("FLASH_ATTENTION", "torch-flash-ordered", deterministic=True)),
     "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
     "flash-attn-3": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3")),

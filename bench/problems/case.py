@@ -9,7 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.problems import dense, magnitudes, stored
-from bench.problems.dense import ALIBIS, ARRAYS, BIASES, INTERVALS, MASKS, SINKS, STRIDES, VALUES
+from bench.problems.dense import (
+    ALIBIS,
+    ARRAYS,
+    BIASES,
+    INTERVALS,
+    MASKS,
+    MEASURED_BIASES,
+    MEASURED_MASKS,
+    SINKS,
+    STRIDES,
+    VALUES,
+)
 from bench.problems.lengths import Lengths, Storage, numbers, pair
 from bench.problems.placement import place
 from bench.problems.stored import POSITIONS
@@ -21,8 +32,9 @@ OPERATIONS = ("attention", "backward", "merge")
 OPERATIONS_OF_SEQUENCES = ("serving", "backward", "append")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
-    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"),
-    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "intervals": INTERVALS, "layout": ("bhsd", "bshd"), "strides": STRIDES,
+    "causal": ("True", "False", "top_left", "bottom_right"), "mask": (*MASKS, *MEASURED_MASKS), "bias": (*BIASES, *MEASURED_BIASES),
+    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "intervals": INTERVALS, "layout": ("bhsd", "bshd"),
+    "strides": STRIDES,
     "values": VALUES, "k_range": ("True", "False"), "positions": POSITIONS, "segments": ("True", "False"),
     "operation": tuple(dict.fromkeys((*OPERATIONS, *OPERATIONS_OF_SEQUENCES))),
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.problems import magnitudes
+from bench.problems import lengths, magnitudes
 from bench.problems.placement import LAYOUTS, dtype_of, strided
 
 if TYPE_CHECKING:
@@ -16,8 +16,13 @@ STRIDES = (*LAYOUTS, "packed", "mixed")
 VALUES = ("normal", "large", "outliers", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
+#: Those that only the laboratory's presets have: a half of the pairs for all heads, what causal leaves, key padding that hides a
+#: quarter, causal documents behind one another, whose lengths the number draws and no seed.
+MEASURED_MASKS = ("pairs", "causal", "padding", *(f"documents{n}" for n in range(5)))
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max",
           "low", "lowest", "high")  # fmt: skip
+#: Those that only the laboratory's presets have: the same for the whole batch, in the dtype of q, or in float32.
+MEASURED_BIASES = ("shared", "shared32")
 #: Those that leave float32 little of the scores, so that an LSE does not say how many keys it is of.
 FLAT_BIASES = ("finfo_min", "finfo_max", "low", "lowest", "high")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
@@ -140,7 +145,32 @@ def _mask(case: Case, rng):
         return np.broadcast_to(rng.random((1, h, 1, sk)) < 0.6, (b, h, sq, sk))
     if case.mask == "strided":
         return (rng.random((b, sk, sq, 2 * h)) < 0.6)[..., ::2].transpose(0, 3, 2, 1)
-    raise ValueError(f"mask is {case.mask!r}; accepted: {', '.join(MASKS)}")
+    if case.mask == "pairs":
+        return rng.random((b, 1, sq, sk), np.float32) < 0.5
+    if case.mask == "causal":
+        return np.tri(sq, sk, sk - sq, bool)[None, None]
+    if case.mask == "padding":
+        return np.arange(sk) < padded_lengths(case)[:, None, None, None]
+    if case.mask.startswith("documents"):
+        documents = document_ids(case)
+        return (np.tri(sk, dtype=bool) & (documents == documents[:, None]))[None, None, sk - sq :]
+    raise ValueError(f"mask is {case.mask!r}; accepted: {', '.join((*MASKS, *MEASURED_MASKS))}")
+
+
+def padded_lengths(case: Case) -> np.ndarray:
+    """How many keys each batch entry sees of the mask "padding"."""
+    return np.resize((4, 3, 3, 2), case.batch) * case.seq_k // 4
+
+
+def document_lengths(number: int, tokens: int) -> list[int]:
+    """Of the mask "documents" of that number; 1k tokens in the mean at 16k tokens."""
+    return lengths.lognormal(number, min(600, max(1, tokens // 16)), tokens)
+
+
+def document_ids(case: Case) -> np.ndarray:
+    """The document of each key of the mask "documents"."""
+    found = document_lengths(int(case.mask.removeprefix("documents")), case.seq_k)
+    return np.repeat(np.arange(len(found), dtype=np.int32), found)
 
 
 def _bias(case: Case, rng):
@@ -150,8 +180,8 @@ def _bias(case: Case, rng):
         return None
     if case.bias == "full":
         return rng.standard_normal((b, h, sq, sk)).astype(dtype)
-    if case.bias == "shared":  # by the batch
-        return rng.standard_normal((1, h, sq, sk)).astype(dtype)
+    if case.bias in MEASURED_BIASES:
+        return rng.standard_normal((1, h, sq, sk), np.float32).astype(np.float32 if case.bias == "shared32" else dtype)
     if case.bias == "full32":
         return rng.standard_normal((b, h, sq, sk), np.float32).astype(np.float64 if dtype == "f8" else np.float32)
     if case.bias == "keys":
@@ -181,7 +211,7 @@ def _bias(case: Case, rng):
         return np.full((sq, 1), value, np.float32 if case.dtype == "float16" else dtype)
     if case.bias == "strided":
         return rng.standard_normal((sk, 1, h, sq)).transpose(1, 2, 3, 0).astype(dtype, order="K")[:, :, ::-1]
-    raise ValueError(f"bias is {case.bias!r}; accepted: {', '.join(BIASES)}")
+    raise ValueError(f"bias is {case.bias!r}; accepted: {', '.join((*BIASES, *MEASURED_BIASES))}")
 
 
 def _sinks(case: Case, rng):

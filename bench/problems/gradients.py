@@ -135,7 +135,7 @@ class Gradients(GradientArrays, Operands):
             if drawn is not None:
                 inputs = {name: self._part(name, array, drawn) for name, array in inputs.items()}
             out, lse = inputs.pop("out"), inputs.pop("lse")
-            options = {name: value for name, value in case.options().items() if name not in OF_THE_CALL}
+            options = {name: value for name, value in case.options().items() if name not in OF_THE_CALL} | self._dropping
             truth = gradients(**inputs, **options, wrt=self.wrt, xp=xp)
             plain = gradients(**inputs, **options, wrt=self.wrt, xp=xp, dtype=case.dtype)
             band = {"layout": case.layout, "causal": case.causal, "window": case.window}

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import random
 from dataclasses import dataclass
 
 Q_STORAGE, K_STORAGE = ("padded", "packed", "one"), ("padded", "packed", "paged")
 #: How paged keys and values lie in memory, relative to each other.
 CACHES = ("two", "pair", "first", "heads", "twice", "swapped")
+
+
+def lognormal(seed: int, median: float, tokens: int) -> list[int]:
+    """Lengths of documents of so many tokens in all; the last one is cut."""
+    draws, found, left = random.Random(seed), [], tokens
+    while left:
+        found.append(min(max(1, int(draws.lognormvariate(math.log(median), 1))), left))
+        left -= found[-1]
+    return found
 
 
 def numbers(word: str, letter: str, mark: str | None) -> list[int]:

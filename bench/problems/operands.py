@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from bench.problems import ARRAYS, Case
 from bench.problems.memory import GUARD_BYTES, NAN_BYTE, Block, address_of, numpy_dtype, to_host
 
 if TYPE_CHECKING:
+    from fa_ext.dropout import Dropout
     from fa_ext.judge import Report
 
 INPUTS = ("q", "k", "v", *ARRAYS)
@@ -84,6 +86,7 @@ class Operands(Arrays):
         super().__init__(case, device)
         self.guard, self._allocate = guard, allocate
         self._judged_by: Any = None
+        self._dropping: dict[str, Any] = {}
         self._make(guard_byte)
         self.poison()
         self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
@@ -176,7 +179,7 @@ class Operands(Arrays):
             case, xp = self.case, self._xp()
             inputs = self.input_values()
             rows = self._drawn_rows(CHECK_FLOPS_CPU if xp is np else CHECK_FLOPS_GPU)
-            options = case.options()
+            options = case.options() | self._dropping
             truth = reference.attention(**inputs, **options, rows=rows, xp=xp)
             plain = reference.plain(**inputs, **options, rows=rows, xp=xp, dtype=case.dtype, exact=case.exact)
             exempt = None
@@ -185,6 +188,16 @@ class Operands(Arrays):
                 exempt = spread(k, v, truth[0], case.layout, case.causal, case.window)
             self._judged_by = (rows, truth, plain, exempt)
         return self._judged_by
+
+    @contextlib.contextmanager
+    def dropping(self, dropout: Dropout) -> Iterator[None]:
+        """Judges results that dropped the weights that `dropout` says instead of those that the case's does."""
+        held = self._judged_by, self._dropping
+        self._judged_by, self._dropping = None, {"dropout": dropout}
+        try:
+            yield
+        finally:
+            self._judged_by, self._dropping = held
 
     def input_values(self) -> dict[str, Any]:
         """The inputs as arrays of the module in which the reference is computed."""

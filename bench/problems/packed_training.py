@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
+from bench.problems import lengths
 from bench.problems.case import Case
 
 # Tokens of a step, and the heads by head_dim that make up a hidden size of 2048.
@@ -15,12 +16,8 @@ GROUPED = (32, 8, 128)
 
 
 def lognormal(seed: int, median: float = 600, tokens: int = TOKENS) -> list[int]:
-    """Lengths of documents of so many tokens in all; the last one is cut."""
-    draws, found, left = random.Random(seed), [], tokens
-    while left:
-        found.append(min(max(1, int(draws.lognormvariate(math.log(median), 1))), left))
-        left -= found[-1]
-    return found
+    """Lengths of the documents of a step; the last one is cut."""
+    return lengths.lognormal(seed, median, tokens)
 
 
 def _backward(n_q: Iterable[int], heads: int, heads_kv: int, head_dim: int, n_k: Iterable[int] | None = None, **options) -> Case:

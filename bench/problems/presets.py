@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 
-from bench.problems import packed_training
+from bench.problems import packed_training, score_options
 from bench.problems.case import Case
 
 
@@ -175,18 +175,21 @@ def _cache_ops():
 
 
 # preset: {cell: cases}
-CELLS: dict[str, dict[str, list[Case]]] = {"serving": _cells(), "sequences-backward": packed_training.CELLS}
+CELLS: dict[str, dict[str, list[Case]]] = {
+    "serving": _cells(),
+    "sequences-backward": packed_training.CELLS,
+    "options": {"costs": _options()} | score_options.FORWARD,
+    "options-backward": {"costs": _options_backward()} | score_options.BACKWARD,
+}
 PRESETS = {
     "history": [Case(1, 8, 8, 512, 512, 64)],
     "paper": _paper(),
     "small": _small(),
     "gqa": _gqa(),
     "decode": _decode(),
-    "options": _options(),
     "extras": _extras(),
     "cpu": _cpu(),
     "paper-backward": _paper_backward(),
-    "options-backward": _options_backward(),
     "dropout": _dropout(),
     "cpu-backward": _cpu_backward(),
     "cache_ops": _cache_ops(),

@@ -85,7 +85,9 @@ def load(name: str, device: str, arrays: str | None, role: str, tell: Callable[[
 def refuses(case: str, tell: Callable[[Any], None]) -> str | None:
     """Why it cannot do the problem; None when it can try."""
     implementation, problem = _kept[0].implementation, Case.parse(case)
-    return implementation.refuses(problem) if problem.operation in implementation.operations else f"no {problem.operation}"
+    if problem.operation not in implementation.operations:
+        return f"no {problem.operation}"
+    return implementation.refuses(problem) or implementation.refuses_trials(problem)
 
 
 def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None], fds: list[int] = ()) -> None:

@@ -18,7 +18,7 @@ VARIANTS = 4
 # Numbers that may be drawn before each sample; more are drawn the more seldom.
 RENEWED = 1 << 18
 # Kinds whose meaning lies in the order of their keys, which stays.
-ORDERED = ("batch", "alibi")
+ORDERED = ("batch", "alibi", *(kind for kind in dense.MEASURED_MASKS if kind != "pairs"))
 Drawn = tuple[int, tuple[int, ...]]
 
 

@@ -1,4 +1,4 @@
-"""wgmma_sm90's kind with boolean masks and ALiBi, on the emulator: against float64 by masks, broadcasts, bands and schedules; blocks that
+"""wgmma_sm90's kind with boolean masks, intervals and ALiBi, on the emulator: against float64 by masks, broadcasts, bands and schedules; blocks that
 are left out, races, mutants. What it has to do on a GPU is in tests/contract, as for every kernel, and below."""
 
 import platform
@@ -35,9 +35,17 @@ CASES = [
     "B2,H2,S130x300,D64,bfloat16,alibi=batch",
     "B2,H2,S300x130,D64,bfloat16,alibi=steep,mask=full,window=200:90",
     "B1,H4/2,S200x333,D64,bfloat16,alibi=strided,causal=top_left,values=large",
+    "B2,H2/1,S200x333,D64,bfloat16,intervals=full",
+    "B1,H2,S150x333,D64,bfloat16,intervals=two,causal=bottom_right",
+    "B2,H2,S113x130,D64,bfloat16,intervals=wild,sinks=same",
+    "B1,H2,S300x290,D64,bfloat16,intervals=documents,window=200:90",
+    "B2,H2/1,S140x333,D64,bfloat16,intervals=keys,alibi=heads",
+    "B1,H2,S140x333,D64,bfloat16,intervals=heads,mask=keys",
+    "B2,H2,S70x90,D64,bfloat16,intervals=none",
+    "B2,H2,S140x333,D64,bfloat16,intervals=strided,mask=full",
 ]
 WIDE = ["B1,H2/1,S113x330,D128,bfloat16,causal=bottom_right,mask=full,alibi=heads", "B1,H2,S150x200,D72,bfloat16,mask=rows",
-        "B1,H2/1,S140x290,D256,bfloat16,mask=broadcast,alibi=heads"]  # fmt: skip
+        "B1,H2/1,S140x290,D256,bfloat16,mask=broadcast,alibi=heads", "B1,H2/1,S140x290,D128,bfloat16,intervals=two,alibi=heads"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +79,7 @@ def test_against_float64(emulated, monkeypatch, case, seed, blocks):
 
 
 def masked(shape, mask, **options):
-    """Arrays of a call with a mask, and NaN in keys and values of blocks of 64 that no query of a head sees."""
+    """Arrays of a call with a mask."""
     batch, heads, seq_q, seq_k, head_dim = shape
     inputs = Case(batch, heads, heads, seq_q, seq_k, head_dim, dtype="bfloat16", **options).host_inputs()
     return {**inputs, "mask": mask}

@@ -19,6 +19,7 @@ from bench.problems.operations import operands_of
 from bench.problems.placement import dtype_of
 from bench.problems.presets import PRESETS
 from bench.recording import record
+from fa_ext import reference
 from fa_ext.reference.backward import attention_backward
 from tests.laboratory.support import stand_ins
 from tests.laboratory.support.command import command
@@ -157,61 +158,71 @@ def test_kernels_are_of_one_operation():
 
 
 class Aten:
-    """torch's operators for a GPU, with the arguments that they have in torch 2.11, by the float64 reference."""
+    """torch's operators for a GPU, with the arguments that they have in torch 2.11, by the float64 reference. Dropout draws one mask."""
 
     def __init__(self):
-        self.modes = []
+        self.modes, self.out, self.drops = [], None, 0.0
 
-    def gradients(self, dout, q, k, v, saved, scale, is_causal, **options):
-        assert saved == ["out", "lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset"]
-        causal = "top_left" if is_causal else False
+    def attend(self, q, k, v, attn_bias, dropout_p, is_causal, scale):
+        """The output of a forward, which the backward pass must be given back; without dropout nobody looks into it."""
+        self.drops, self.out = dropout_p, "out"
+        if dropout_p:
+            options = {"scale": scale, "causal": "top_left" if is_causal else False, "dropout": (dropout_p, 11)}
+            options |= {} if attn_bias is None else {"bias": np.asarray(attn_bias)}
+            self.out = reference.attention(q, k, v, **options)[0].astype(q.dtype)
+        return self.out
+
+    def gradients(self, dout, q, k, v, saved, dropout_p, scale, is_causal, attn_bias=None):
+        assert saved[0] is self.out and saved[1:] == ["lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset"]
+        assert dropout_p == self.drops
+        options = {"scale": scale, "causal": "top_left" if is_causal else False, "dropout": (dropout_p, 11) if dropout_p else None}
+        options |= {} if attn_bias is None else {"bias": np.asarray(attn_bias)}
         wrt = ("q", "k", "v", "bias") if "bias" in options else ("q", "k", "v")
-        found = attention_backward(dout, q, k, v, wrt=wrt, scale=scale, causal=causal, **options)
-        return tuple(g.astype(q.dtype) for g in found)
+        return tuple(g.astype(q.dtype) for g in attention_backward(dout, q, k, v, wrt=wrt, **options))
 
     def _scaled_dot_product_flash_attention(self, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False,
                                             *, scale=None):  # fmt: skip
-        assert dropout_p == 0 and not return_debug_mask
-        return "out", "lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset", "debug"
+        assert not return_debug_mask
+        return self.attend(query, key, value, None, dropout_p, is_causal, scale), "lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset", "debug"
 
     def _scaled_dot_product_flash_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
         philox_offset, *, scale=None,
     ):  # fmt: skip
         saved = [out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset]
-        return self.gradients(grad_out, query, key, value, saved, scale, is_causal)
+        return self.gradients(grad_out, query, key, value, saved, dropout_p, scale, is_causal)
 
     def _scaled_dot_product_cudnn_attention(self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0,
                                             is_causal=False, return_debug_mask=False, *, scale=None):  # fmt: skip
-        assert attn_bias is None and compute_log_sumexp is True and dropout_p == 0
-        return "out", "lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset", "debug"
+        assert compute_log_sumexp is True
+        return self.attend(query, key, value, attn_bias, dropout_p, is_causal, scale), "lse", "cum_q", "cum_k", "max_q", "max_k", "seed", "offset", "debug"
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
         max_k, dropout_p, is_causal, *, scale=None,
     ):  # fmt: skip
-        assert attn_bias is None and dropout_p == 0
         saved = [out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset]
-        return self.gradients(grad_out, query, key, value, saved, scale, is_causal)
+        return self.gradients(grad_out, query, key, value, saved, dropout_p, scale, is_causal, attn_bias)[:3]
 
     def _scaled_dot_product_efficient_attention(self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0,
                                                 is_causal=False, *, scale=None):  # fmt: skip
         assert compute_log_sumexp is True
-        return "out", "lse", "seed", "offset"
+        return self.attend(query, key, value, attn_bias, dropout_p, is_causal, scale), "lse", "seed", "offset"
 
     def _scaled_dot_product_efficient_attention_backward(
         self, grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
         is_causal=False, *, scale=None,
     ):  # fmt: skip
-        assert grad_input_mask == [True, True, True, attn_bias is not None]
+        assert grad_input_mask[:3] == [True] * 3 and (attn_bias is not None or not grad_input_mask[3])
         saved = [out, logsumexp, "cum_q", "cum_k", "max_q", "max_k", philox_seed, philox_offset]
-        options = {} if attn_bias is None else {"bias": np.asarray(attn_bias)}
-        found = self.gradients(grad_out_, query, key, value, saved, scale, is_causal, **options)
-        return (*found[:3], found[3].view(Bias)) if options else (*found, None)
+        found = self.gradients(grad_out_, query, key, value, saved, dropout_p, scale, is_causal, attn_bias)
+        return (*found[:3], found[3].view(Bias) if grad_input_mask[3] else None)
 
 
 class Bias(np.ndarray):
-    """The part of a torch tensor that the adapter asks of a bias and its gradient."""
+    """The part of a torch tensor that the adapter asks of a bias, its gradient, and a mask."""
+
+    device = "cuda"
 
     def expand(self, *shape):
         assert len(shape) == 4
@@ -235,15 +246,19 @@ PEER_CASES = [
     "B1,H2,S40,D16,float16,operation=backward,dlse=True",
     "B1,H2,S40,D16,float16,operation=backward,accumulate=True",
     "B1,H2,S40,D16,float16,operation=backward,deterministic=False",
+    "B2,H2,S24x48,D16,float16,mask=pairs,operation=backward",
+    "B2,H2,S24x48,D16,float16,bias=shared,mask=padding,operation=backward",
+    "B2,H2,S24x48,D16,float16,bias=shared32,operation=backward",
 ]
 REFUSED = {
     "torch-flash": {2: None, 3: "causal only for seq_q == seq_k", 4: "no bias", 5: "no window", 6: "no softcap", 7: "no float32",
-                    8: "no dropout", 9: "no dlse", 10: "no accumulate"},
+                    9: "no dlse", 10: "no accumulate", 12: "no mask", 13: "no bias, mask", 14: "no bias"},
     "torch-efficient": {2: "no grouped heads", 3: "causal only for seq_q == seq_k", 5: "no window", 6: "no softcap",
-                        8: "no dropout", 9: "no dlse", 10: "no accumulate"},
-    "flash-attn-3": {4: "no bias", 7: "no float32", 8: "no dropout", 9: "no dlse", 10: "no accumulate"},
+                        9: "no dlse", 10: "no accumulate", 14: "no float32 bias of float16 inputs"},
+    "flash-attn-3": {4: "no bias", 7: "no float32", 8: "no dropout", 9: "no dlse", 10: "no accumulate", 12: "no mask", 13: "no bias, mask",
+                     14: "no bias"},
 }  # fmt: skip
-REFUSED["torch-cudnn"] = REFUSED["torch-flash"]
+REFUSED["torch-cudnn"] = {n: why for n, why in REFUSED["torch-flash"].items() if n != 12} | {13: "no bias"}
 REFUSED["torch-flash-ordered"] = REFUSED["torch-flash"] | {11: "sums in order, where any order is asked for"}
 REFUSED["flash-attn-3-ordered"] = REFUSED["flash-attn-3"] | {11: "sums in order, where any order is asked for"}
 
@@ -255,7 +270,8 @@ def torch(monkeypatch):
     mode = types.SimpleNamespace(fill_uninitialized_memory=True)
     stand_ins.stand_in(
         monkeypatch, "torch", ops=types.SimpleNamespace(aten=aten, flash_attn_3=fa3), utils=types.SimpleNamespace(deterministic=mode),
-        use_deterministic_algorithms=lambda on: aten.modes.append((on, mode.fill_uninitialized_memory)),
+        use_deterministic_algorithms=lambda on: aten.modes.append((on, mode.fill_uninitialized_memory)), manual_seed=lambda seed: None,
+        zeros=lambda shape, dtype, device: np.zeros(shape, dtype), where=lambda mask, x, y: np.where(mask, x, x.dtype.type(y)).view(Bias),
     )  # fmt: skip
     return types.SimpleNamespace(aten=aten, fa3=fa3, mode=mode)
 
@@ -276,8 +292,11 @@ def test_peers_are_asked_for_what_the_problem_says(name, number, torch, monkeypa
     if peer.refuses(problem):
         return
     held = operands_of(problem, CPU)
-    if problem.bias:
-        held._views["bias", "numpy"] = held.array("bias", "numpy").view(Bias)
+    for array in problem.arrays():
+        held._views[array, "numpy"] = held.array(array, "numpy").view(Bias)
+    if problem.dropout:  # the draw is the library's own: another mask than the problem's
+        assert peer.judged_on(held).passed and not held.judge(peer.bind(held)()).passed and peer.timing_of(problem) == "events"
+        return
     found = [np.asarray(g) for g in peer.bind(held)()]
     judged = held.judge(found)
     assert judged.passed, judged.failures

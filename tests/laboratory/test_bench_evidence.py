@@ -386,9 +386,11 @@ def test_each_test_is_of_one_kernel_or_of_the_core():
 
 def test_what_is_measured_without_peers_is_measured_only_so():
     """A run without peers would take the place of one beside them."""
-    cases = {name: {str(case) for case in problems.preset(name)} for name in evidence.GPU_PRESETS}
-    for alone in evidence.ALONE:
-        assert not cases[alone] & set().union(*(cases[name] for name in cases if name != alone)), alone
+    alone = {name: evidence.alone(name) for name in evidence.GPU_PRESETS}
+    assert {name for name, cases in alone.items() if cases} == set(evidence.ALONE)
+    for name, cases in alone.items():
+        assert not cases & {case for other in alone if other != name for case in problems.preset(other)}, name
+    assert len(alone["options"]) == 35 < len(problems.preset("options"))
 
 
 def test_the_pick_is_close_to_the_best_recorded_kernel():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import problems
-from bench.implementations import peers
+from bench.implementations import dropped, peers
 from bench.machine import device
 from bench.problems import operands
 from fa_ext import reference
@@ -152,6 +152,11 @@ def torch_peer(monkeypatch, backend):
     return peer
 
 
+# Patterns of pairs and scores; the lengths differ where a mask ends at the last key.
+PATTERNS = [f"B2,H4/2,S33x48,D16,float16,{options}" for options in (
+    "mask=pairs", "mask=causal", "mask=padding", "mask=documents0", "mask=full,bias=shared", "bias=shared,mask=padding", "bias=shared32",
+    "causal=bottom_right,alibi=heads", "window=9:4,alibi=batch,softcap=3.0", "causal=top_left,mask=keys,bias=queries,layout=bshd",
+)]  # fmt: skip
 BIASED = [f"B2,H4/2,S24x40,D16,float16,{options}" for options in (
     "bias=full", "bias=keys", "bias=queries", "bias=alibi", "causal=bottom_right,bias=full",
     "causal=top_left,bias=queries", "window=5:7,bias=keys", "bias=full,mask=keys",
@@ -195,3 +200,58 @@ def test_torch_itself_is_measured_once():
     _, missing = peers.available(CPU, ["torch-sdpa", "numpy"])
     assert set(missing) <= {"torch-sdpa"}
     assert np.dtype("float32").name in peers.TorchSdpa(None, "torch-sdpa", CPU).dtypes
+
+
+# ---- FlexAttention ----
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_flex_attention_computes_the_pattern(case):
+    pytest.importorskip("torch")
+    peer, problem = peers.FlexAttention(CPU), problems.parse(case)
+    assert peer.refuses(problem) is None
+    held = operands.Operands(problem, CPU)
+    judged = peer.judged_on(held)
+    assert judged.passed, judged.failures
+    assert peer.bind(held) is peer.bind(held)  # its block mask is made once
+
+
+def test_flex_attention_says_what_it_has_not():
+    pytest.importorskip("torch")
+    peer = peers.FlexAttention(CPU)
+    assert peer.refuses(problems.parse(f"{PLAIN},dropout=0.1:1,sinks=same")) == "no dropout, sinks"
+    assert peer.refuses(problems.parse(f"{PLAIN},causal=True")) == "no option that it is taken for"  # it is compiled for each problem
+    assert "torch-flex" in peers.PEERS and peer.operations == {"attention"}  # uncompiled it has no gradients
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize("case", ["B2,H4/2,S33x48,D16,float32,dropout=0.2:1", "B2,H4/2,S40,D16/8,bfloat16,causal=True,dropout=0.5:1,layout=bshd",
+                                  "B2,H4,S33x48,D16,float16,bias=shared,mask=pairs,dropout=0.2:1"])  # fmt: skip
+def test_dropout_is_judged_with_the_mask_that_was_drawn(case):
+    pytest.importorskip("torch")
+    peer, held = peers.TorchSdpa("MATH", "torch-math", CPU), operands.Operands(problems.parse(case), CPU)
+    assert peer.refuses(held.case) is None
+    judged = peer.judged_on(held)
+    assert judged.passed, judged.failures
+    result = peer.bind(held)()
+    assert not held.judge(result).passed  # the problem's own mask is another
+    kept = dropped.kept_weights(held, lambda v: peer.attended(held, v), "torch")
+    with held.dropping(dropped.found(held.case.dropout[0], kept)):
+        assert not held.judge(result).passed  # and so is that of a later draw
+
+
+def test_the_mask_that_is_read_off_keeps_the_share_that_it_should():
+    pytest.importorskip("torch")
+    held = operands.Operands(problems.parse("B2,H4,S128,D16,float32,causal=True,dropout=0.25:1"), CPU)
+    peer = peers.TorchSdpa("MATH", "torch-math", CPU)
+    kept = dropped.kept_weights(held, lambda v: peer.attended(held, v), "torch")
+    seen = np.tri(128, dtype=bool)
+    assert kept.shape == (2, 4, 128, 128) and not kept[..., ~seen].any() and abs(kept[..., seen].mean() - 0.75) < 0.01
+
+
+def test_dropout_of_sequences_is_refused():
+    pytest.importorskip("torch")
+    case = problems.parse("B2,H2,S16,D16,bfloat16,q=packed,k=packed,slack=0,dropout=0.1:1,operation=backward", problems.OPERATIONS)
+    assert peers.TorchSdpa("MATH", "torch-math", types.SimpleNamespace(kind="cuda")).refuses(case) == "no dropout of sequences"
