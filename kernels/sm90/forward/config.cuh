@@ -38,7 +38,7 @@ constexpr Tiling tiling(int head_dim, int kind) {
         t.tile_n = full ? 80 : 64, t.late = full;
     }
     if (kind == kDropout) t.consumers = 2, t.half = t.late = t.overlap = false; // registers for the generator
-    if (kind == kLight) t.consumers = 2, t.half = t.late = false;
+    if (kind == kLight) t.half = t.late = false;
 #ifdef FA_CONSUMERS // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif

@@ -38,7 +38,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         [[maybe_unused]] LightRows light;
         if constexpr (C::kLight) {
             const Tile &tile = smem.tile[round % Smem::kTileStages];
-            light.begin(light_of(p), tile.batch, tile.head, row, p.seq_q, lane);
+            light.begin(light_of(p), tile.batch, tile.head, row, lane);
         }
 
         if (blocks.count > 0) {
@@ -67,9 +67,6 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     told.word = __shfl_sync(0xffffffff, smem.blocks.of[k_ring.stage].word, 0);
             };
             auto is_last = [&](int block) { return C::kLight ? told.last() : block + 1 == blocks.count; };
-            auto first_key_of = [&](int block) {
-                return C::kLight ? told.first_key() : blocks.end - (block + 1) * kTileN;
-            };
             auto free_keys = [&](bool last) {
                 if constexpr (C::kLight) __syncwarp(); // each warp for itself: all lanes have read the block's word
                 if (C::kLight ? lane == 0 : elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
@@ -89,20 +86,35 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kSoftcap)
                     for (float &score : scores) score = tanh_fast(score * p.cap_factor);
             };
-            uint32_t visible[2]; // of the mask and the intervals, in the light kind
-            auto mask = [&](auto &scores, int block) {
-                const int first_key = first_key_of(block);
-                int low[2], high[2];
+            auto band = [&](int first_key, int(&low)[2], int(&high)[2]) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     low[r] = (C::kMasked ? begin_of(p.visible, row + 8 * r) : 0) - first_key;
                     high[r] = (C::kMasked ? end_of(p.visible, row + 8 * r) : p.visible.seq_k) - first_key;
                 }
+            };
+            uint32_t visible[2]; // pairs of the block, a word a row, in the light kind
+            auto see = [&] {
+                if constexpr (C::kLight) {
+                    int low[2], high[2];
+                    const int first_key = told.first_key();
+                    band(first_key, low, high);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) visible[r] = columns_between(low[r], high[r], 2 * (lane % 4));
+                    const LightParams &options = light_of(p);
+                    if (options.map.words) light.mask<kTileN>(visible, options.map, first_key, lane);
+                    if (options.intervals.begins)
+                        LightRows::hold(visible, options, smem.tile[round % Smem::kTileStages], row, p.seq_q, first_key,
+                                        lane);
+                }
+            };
+            auto mask = [&](auto &scores, int block) {
                 if constexpr (C::kLight) {
 #pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                        hide_scores(scores, r, columns_between(low[r], high[r], 2 * (lane % 4)) & visible[r]);
+                    for (int r = 0; r < 2; ++r) hide_scores(scores, r, visible[r]);
                 } else {
+                    int low[2], high[2];
+                    band(blocks.end - (block + 1) * kTileN, low, high);
                     mask_scores(scores, low, high, 2 * (lane % 4));
                 }
             };
@@ -115,7 +127,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     kept_flags<kTileN>(kept, smem.dropout.words, {row, key, tile.batch, tile.head});
                 }
             };
-            auto try_absorb = [&](auto &fresh) {
+            auto try_absorb = [&]<bool kMaskBlock>(auto &fresh, std::bool_constant<kMaskBlock>) {
                 if constexpr (C::kLight) {
                     const int first_key = told.first_key();
                     if (LightRows::straddles(light_of(p), first_key, kTileN, wg_row)) return false;
@@ -123,7 +135,9 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     const float start[2] = {light.start(along, first_key, 0, softmax.maximum[0]),
                                             light.start(along, first_key, 1, softmax.maximum[1])};
                     return softmax.try_absorb_by<T>(fresh, [&](int i) {
-                        return fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[(i >> 1) & 1]));
+                        const int r = (i >> 1) & 1;
+                        const float exponent = fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[r]));
+                        return kMaskBlock && !(visible[r] >> (i / 4 * 2 + i % 2) & 1) ? -INFINITY : exponent;
                     });
                 } else {
                     return softmax.try_absorb<T>(fresh, scores, p.score_factor);
@@ -148,14 +162,13 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 issue_pv(old, block > first + 1);
                 if constexpr (!C::kLateTurns) turn_pass();
                 keep(block);
-                if constexpr (C::kLight && kMaskBlock)
-                    light.fetch<kTileN>(visible, light_of(p), told.first_key(), lane);
+                if constexpr (kMaskBlock) see();
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
                 free_keys(is_last(block));
                 if constexpr (!kPolynomial) cap(scores);
-                if constexpr (kMaskBlock) mask(scores, block);
+                if constexpr (kMaskBlock && !C::kLight) mask(scores, block);
                 if constexpr (!C::kOverlap) wait_out();
                 bool done = false;
                 if constexpr (kPolynomial) {
@@ -164,7 +177,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                                                         near);
                     if (!done) cap(scores);
                 }
-                if (!done && !try_absorb(fresh)) {
+                if (!done && !try_absorb(fresh, std::bool_constant<kMaskBlock>())) {
                     if constexpr (C::kLight) {
                         light.transform(scores, p.score_factor, told.first_key());
                         if constexpr (kMaskBlock) mask(scores, block);
@@ -238,7 +251,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                         shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
                 keep(first);
-                if constexpr (C::kLight) light.fetch<kTileN>(visible, light_of(p), told.first_key(), lane);
+                see();
                 wgmma_wait<0>();
                 wgmma_pin(part);
                 free_keys(is_last(first));

@@ -6,6 +6,7 @@
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
 #include "sm90/score/make_map.cuh"
+#include "sm90/score/order.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // pow
 #include <numbers>   // log2e
@@ -40,6 +41,7 @@ struct Own {
     int cap_terms;
     bool staged;
     bool counter;           // tiles come from one, the first word of the workspace
+    bool ordered;           // by what the map leaves of them
     uint32_t query_tiles;   // a head
     uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
     MapPlan map;            // of a mask or intervals
@@ -54,8 +56,9 @@ inline void order(const fa_forward &p, bool counter, fa_plan *plan) {
     Own &own = fa_own<Own>(plan);
     const int64_t query_tiles = own.query_tiles, heads = p.heads * p.batch;
     if (query_tiles * heads <= plan->blocks) return;
-    if (has_map(p)) own.counter = true; // whatever it leaves of each
-    if (p.right >= FA_UNBOUNDED) return;
+    own.counter = has_map(p);
+    own.ordered = own.counter && own.map.step[2] && query_tiles > 1 && query_tiles <= kMostOrdered;
+    if (p.right >= FA_UNBOUNDED && !own.ordered) return;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
     const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
     const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
@@ -82,11 +85,11 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
     const int64_t slabs = (instance.head_dim + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
+    if (has_map(p)) own.map = map_plan(p, p.key_end - p.key_begin, true, false, kCounterBytes);
     order(p, t.counter, plan);
     if (own.counter) plan->workspace_bytes = kCounterBytes;
-    if (!has_map(p)) return;
-    own.map = map_plan(p, p.key_end - p.key_begin, true, false, kCounterBytes);
-    plan->workspace_bytes = own.map.bytes;
+    if (has_map(p)) plan->workspace_bytes = own.map.bytes;
+    if (own.ordered) plan->workspace_bytes += own.map.planes() * query_tiles * sizeof(int);
 }
 
 template <size_t N>
@@ -190,13 +193,20 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     else if (own.counter)
         FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                              static_cast<cudaStream_t>(launch->stream)));
-    if (has_map(p)) params.light.map = pair_map(own.map, *launch);
     params.light.intervals = intervals_of(p);
     params.light.key_begin = static_cast<int>(p.key_begin);
     params.light.alibi = p.alibi;
     params.light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
     params.light.behind = p.right <= 0 || !p.alibi.data;
     params.visible = shifted_band_of(p);
+    if (has_map(p)) params.light.map = pair_map(own.map, *launch);
+    if (own.ordered && keys > 0) {
+        int *const tiles = reinterpret_cast<int *>(map_part(*launch, own.map.bytes));
+        params.light.order = tiles;
+        FA_TRY(launch_order({params.light.map, params.visible, static_cast<int>(p.seq_q), own.tile_m,
+                             static_cast<int>(own.query_tiles), tiles},
+                            own.map.planes(), *launch));
+    }
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
     params.dropout = problem->forward.dropout;

@@ -25,7 +25,7 @@ template <class C> class SeenBlocks {
         const PairMap &map = light_of(p_).map;
         const int first = blocks_.end - (block + 1) * C::kTileN;
         uint32_t flags = 0;
-#pragma unroll
+#pragma unroll 1 // for its few registers
         for (int wg = 0; wg < C::kConsumers; ++wg) {
             const int row = row_ + wg * 64, last = min(row + 64, p_.seq_q) - 1;
             if (row > last) continue;
@@ -53,7 +53,7 @@ template <class C> class SeenBlocks {
                 const int last = blocks_.end / 64 - 1 - block * kSixtyFours; // its last 64 keys
                 if (last < 0) return blocks_.count;
                 uint32_t seen = 0;
-#pragma unroll
+#pragma unroll 1
                 for (int wg = 0; wg < C::kConsumers; ++wg)
                     if (row_ + wg * 64 < p_.seq_q) seen |= map.seen[bits_of(wg) + last / 32];
                 seen &= (2u << last % 32) - 1;
@@ -93,7 +93,12 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
     RingState<C::kQueryStages> q_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
     auto announce = [&](uint32_t index) {
-        const Tile tile = tile_at(p.schedule, index, C::kTileM);
+        Tile tile = tile_at(p.schedule, index, C::kTileM);
+        if constexpr (C::kLight)
+            if (const LightParams &light = light_of(p); light.order && tile.row >= 0) {
+                const int64_t first = int64_t(light.map.plane(tile.batch, tile.head)) * p.schedule.query_tiles;
+                tile.row = light.order[first + tile.row / C::kTileM] * C::kTileM;
+            }
         announce_tile(smem, tile_ring, tile);
         return tile;
     };

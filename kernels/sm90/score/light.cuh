@@ -10,16 +10,18 @@
  * says on which. Distances count from the block's first key, so that long rows keep their bits. Where a block straddles
  * the places, and where the fast path gives up, scores are computed in place (transform()). */
 #pragma once
-#include "common/alibi.cuh"     // slope_of
-#include "common/intervals.cuh" // Intervals
-#include "common/score.cuh"     // kLog2E, round_score
-#include "sm90/common/softmax.cuh"
+#include "common/alibi.cuh"         // slope_of
+#include "common/intervals.cuh"     // Intervals
+#include "common/score.cuh"         // kLog2E, round_score
+#include "sm90/common/schedule.cuh" // Tile
+#include "sm90/common/softmax.cuh"  // columns_between
 #include "sm90/score/pair_map.cuh"
 
 namespace fa::sm90 {
 
 struct LightParams {
     PairMap map;         // seen NULL: neither mask nor intervals; words NULL: no mask
+    const int *order;    // tiles of a plane of the map, the longest last (order.cuh); NULL: as they lie
     Intervals intervals; // begins NULL: none
     fa_operand alibi;    // data NULL: none
     int key_begin;       // the call's first visible key
@@ -40,35 +42,33 @@ struct BlockWord {
     __device__ __forceinline__ bool last() const { return word & kLast; }
 };
 
-/* A thread's part of a tile: rows `row` and row + 8. */
+/* A thread's part of a tile: rows `row` and row + 8. Few registers: the rest is read again where it is needed. */
 struct LightRows {
-    const uint32_t *words; // of the warp's 16 rows and this lane
-    const int32_t *begins; // of the first row's intervals
-    int next;              // elements to those of the second, where it is there
-    float slope;           // times log2(e)
-    int place;             // of the lane's first column, from where its first row stands
+    int group;   // of 16 rows, where the mask's words are
+    float slope; // times log2(e)
+    int place;   // of the lane's first column, from where its first row stands
 
-    __device__ __forceinline__ void begin(const LightParams &p, int batch, int head, int row, int rows, int lane) {
-        if (p.map.words) words = p.map.words_of(p.map.plane(batch, head), row / 16, lane);
-        const int64_t *const stride = p.intervals.stride;
-        begins = p.intervals.begins + batch * stride[0] + head * stride[1] + min(row, rows - 1) * stride[2];
-        next = row + 8 < rows ? static_cast<int>(8 * stride[2]) : 0;
+    __device__ __forceinline__ void begin(const LightParams &p, int batch, int head, int row, int lane) {
+        group = p.map.group_of(p.map.plane(batch, head), row / 16);
         slope = round_score(slope_of(p.alibi, batch, head), kLog2E);
         place = 2 * (lane % 4) - (row + p.diagonal);
     }
 
-    /* Which of a block's pairs the mask and the intervals leave, a word a row, as columns_below() counts them. */
+    /* Leaves of a block's pairs, a word a row, as columns_below() counts them, what the mask lets through. */
     template <int kKeys>
-    __device__ __forceinline__ void fetch(uint32_t (&visible)[2], const LightParams &p, int first_key, int lane) const {
+    __device__ __forceinline__ void mask(uint32_t (&visible)[2], const PairMap &map, int first_key, int lane) const {
         static_assert(kKeys == 64 || kKeys == 128);
-        visible[0] = visible[1] = 0xffffffff;
-        if (p.map.words) {
-            const int block = first_key >> 6; // -1 where the block begins before the first key
-            const uint32_t low = words[int64_t(max(block, 0)) * p.map.column_step * 32];
-            const uint32_t high = kKeys == 128 ? words[int64_t(block + 1) * p.map.column_step * 32] : 0;
-            visible[0] = __byte_perm(low, high, 0x5410), visible[1] = __byte_perm(low, high, 0x7632);
-        }
-        if (!p.intervals.begins) return;
+        const int block = first_key >> 6; // -1 where the block begins before the first key
+        const uint32_t *const words = map.words_of(group) + lane;
+        const uint32_t low = words[int64_t(max(block, 0)) * map.column_step * 32];
+        const uint32_t high = kKeys == 128 ? words[int64_t(block + 1) * map.column_step * 32] : 0;
+        visible[0] &= __byte_perm(low, high, 0x5410), visible[1] &= __byte_perm(low, high, 0x7632);
+    }
+    /* The same of intervals. */
+    static __device__ __forceinline__ void hold(uint32_t (&visible)[2], const LightParams &p, const Tile &tile, int row,
+                                                int rows, int first_key, int lane) {
+        const int64_t *const stride = p.intervals.stride;
+        const int32_t *const begins = p.intervals.begins + tile.batch * stride[0] + tile.head * stride[1];
         const int first = first_key + p.key_begin;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -76,7 +76,7 @@ struct LightRows {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 if (n == p.intervals.count) break;
-                const int32_t *const at = begins + r * next + n * p.intervals.stride[3];
+                const int32_t *const at = begins + min(row + 8 * r, rows - 1) * stride[2] + n * stride[3];
                 const fa_span span = fa_interval(at, p.intervals.to_end, p.intervals.keys);
                 held |= columns_between(int(span.begin) - first, int(span.end) - first, 2 * (lane % 4));
             }

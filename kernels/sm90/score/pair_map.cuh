@@ -29,11 +29,13 @@ struct PairMap {
     __device__ __forceinline__ int64_t bits_of(int plane, int row_block) const {
         return (int64_t(plane) * row_blocks + row_block * row_step) * bit_words;
     }
-    /* The same of a lane's words of 16 rows; those of a block of columns are 32 * column_step further than the block
-     * before's. */
-    __device__ __forceinline__ const uint32_t *words_of(int plane, int row_sixteenth, int lane) const {
-        const int64_t group = int64_t(plane) * row_blocks * 4 + row_sixteenth * row_step;
-        return words + group * column_blocks * 32 + lane;
+    /* Which group of 16 rows that are `sixteenth` of a plane's is; where its words begin. Those of a block of columns
+     * are 32 * column_step further than the block before's. */
+    __device__ __forceinline__ int group_of(int plane, int sixteenth) const {
+        return plane * row_blocks * 4 + sixteenth * row_step;
+    }
+    __device__ __forceinline__ const uint32_t *words_of(int group) const {
+        return words + int64_t(group) * column_blocks * 32;
     }
 };
 
