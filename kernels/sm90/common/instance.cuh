@@ -9,6 +9,7 @@ enum Kind : int {
     kMasked,  // a range of keys a row: causal, window
     kCapped,  // the same, with softcap
     kDropout, // a range of keys a row, with dropout
+    kLight,   // a range of keys a row, with a boolean mask or ALiBi
 };
 
 /* Whether an instance of one kind takes what asks for another. */

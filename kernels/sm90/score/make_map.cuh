@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t accumulator_order(uint32_t keys, int lane) {
     return word;
 }
 
-__global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParams p) {
+static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParams p) {
     __shared__ alignas(8) uint16_t bits[2][kMapBlock][4]; // of two blocks in turn
     __shared__ uint32_t flags[4][2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -159,6 +159,16 @@ inline PairMap pair_map(const MapPlan &m, const fa_forward &p, const fa_launch &
             p.mask.stride[1] != 0,
             p.mask.stride[2] != 0,
             p.mask.stride[3] != 0};
+}
+
+/* The map as one with keys as rows takes it, in words alone. */
+inline PairMap pair_map_of_keys(const MapPlan &m, const fa_forward &p, const fa_launch &launch) {
+    PairMap map = {};
+    map.words = map_part(launch, m.by_keys);
+    map.heads = m.heads, map.row_blocks = m.column_blocks, map.column_blocks = m.row_blocks;
+    map.batch_step = p.mask.stride[0] != 0, map.head_step = p.mask.stride[1] != 0;
+    map.row_step = p.mask.stride[3] != 0, map.column_step = p.mask.stride[2] != 0;
+    return map;
 }
 
 /* Makes them. `counter`, or NULL, becomes 0. */
