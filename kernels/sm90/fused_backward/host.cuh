@@ -188,9 +188,12 @@ static bool light_fits(const fa_problem *problem, fa_why *why) {
     const fa_forward &f = problem->backward.forward;
     const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI);
     if (!light) return true;
-    const int64_t beside = problem->sequences.given ? FA_WITH_LENGTHS : f.softcap > 0 ? FA_WITH_SOFTCAP : 0;
-    if (beside) fa_because(why, FA_REFUSES, FA_WHY_TOGETHER, light, beside, 0);
-    return !beside;
+    const bool sequences = problem->sequences.given;
+    if (sequences)
+        fa_because(why, FA_REFUSES, FA_WHY_TOGETHER, light, FA_WITH_LENGTHS, 0);
+    else if (f.softcap > 0)
+        fa_because(why, FA_REFUSES, FA_WHY_SOFTCAP_BESIDE, 0, 0, 0);
+    return !sequences && f.softcap == 0;
 }
 
 template <size_t N>

@@ -1,11 +1,11 @@
 /* wgmma_dropout_backward_sm90: gradients on Hopper (sm_90a) with dropout, in one pass.
  *
  * As wgmma_fused_backward_sm90, whose plan and launch these are with other instances: sums of dq in one order, head_dim
- * a multiple of 8 up to 64, without softcap. How dropout comes in: kernel.cuh.
+ * a multiple of 8 up to 128, without softcap. How dropout comes in: kernel.cuh.
  *
  * @arch sm_90a
  * @instances instance.cu
- * @instance ordered_d64_masked_{f16,bf16} DropoutFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_masked_{f16,bf16} DropoutFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
  */
 #include "sm90/fused_backward/host.cuh"
 

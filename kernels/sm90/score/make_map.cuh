@@ -32,7 +32,10 @@ struct MapParams {
 };
 
 /* Bits 0 to 3: which bytes of a word are not 0. */
-__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) { return __vminu4(x, 0x01010101) * 0x01020408 >> 24; }
+__device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) {
+    const uint32_t tops = (((x & 0x7f7f7f7f) + 0x7f7f7f7f) | x) >> 7 & 0x01010101;
+    return tops * 0x01020408 >> 24;
+}
 
 /* Which of 16 keys from `column` on the mask leaves to query `row`; none beyond the mask's extents. */
 __device__ __forceinline__ uint32_t mask_bits(const MapParams &p, const uint8_t *plane, int row, int column) {

@@ -1,7 +1,6 @@
 /* Device mathematics on the host. Approximate instructions are as precise as the host's functions unless they say
  * otherwise; rounding to other than nearest goes by double, whose one rounding more can be seen in ties alone. */
 #pragma once
-#include <algorithm>
 #include <bit>
 #include <cfenv>
 #include <cmath>
@@ -92,12 +91,6 @@ inline unsigned __brev(unsigned x) {
     unsigned y = 0;
     for (int i = 0; i < 32; ++i) y |= (x >> i & 1) << (31 - i);
     return y;
-}
-/* The lesser of each byte. */
-inline unsigned __vminu4(unsigned a, unsigned b) {
-    unsigned least = 0;
-    for (int n = 0; n < 32; n += 8) least |= std::min(a >> n & 0xff, b >> n & 0xff) << n;
-    return least;
 }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t both = uint64_t(high) << 32 | low;
