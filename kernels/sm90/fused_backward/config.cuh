@@ -54,6 +54,9 @@ template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFus
 template <class T, int HeadDim, int Kind> struct LightFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kLight = true;
 };
+template <class T, int HeadDim, int Kind> struct DropoutLightFusedConfig : LightFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kDropout = true;
+};
 template <class T, int HeadDim, int Kind> struct OrderedSequencesFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kSequences = true;
 };

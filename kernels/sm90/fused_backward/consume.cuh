@@ -11,7 +11,8 @@ template <class C> struct FusedConsumer {
     using T = typename C::Element;
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
-    static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
+    // Groups of 16 queries whose LSE is read before S is there; more, and registers are short.
+    static constexpr int kAhead = C::kSoftcap ? 1 : C::kLight && kTileQ == 64 ? 2 : 4;
     static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
     static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
     static_assert(!C::kDropout || (C::kOrdered && C::kMasked && !C::kSoftcap));
@@ -35,7 +36,6 @@ template <class C> struct FusedConsumer {
     uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
     int pair;                                        // of the tile; with dropout
     uint32_t kept[C::kDropout ? kTileQ / 64 : 1];    // of this thread's pairs of a step
-    int plane;                                       // of the map, for the tile's first query head; of the kind kLight
     VisiblePairs<kTileQ> visible;                    // of a step
 
     __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
@@ -116,6 +116,9 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ const LightScore &light() const {
         return static_cast<const LightFusedParams &>(p).light;
     }
+    __device__ __forceinline__ const Tile &tile() const { // there, for lack of registers
+        return smem.tile[fresh(round) % Smem::kTileStages];
+    }
     /* Clears the rows of Q and dO of queries that the mask hides from all keys, each warpgroup half of them. */
     __device__ __forceinline__ void clear_unseeing() {
         const uint4 bits = *reinterpret_cast<const uint4 *>(smem.rows[stage].unseeing);
@@ -135,15 +138,16 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ void load_visible() {
         const PairMap &map = light().map;
         if (!map.words) return visible.show_all();
-        const int first = fresh(tile_key) + p.call.key_begin - light().map_key;
-        visible.load(map, plane + walk.member * map.head_step, first / 16 + wg * 4 + warp, walk.block, lane);
+        const CallHead at = kv_head_of<C>(p.call, tile());
+        visible.load(map, map.plane(at.batch, at.head * p.call.group + walk.member),
+                     (tile().row - light().map_key) / 16 + fresh(threadIdx.x) / 32 - 4, walk.block, lane);
     }
     /* weigh() of all queries with ALiBi. A distance serves both keys, the second one 8 queries further on, and |.|
      * costs nothing there. */
     __device__ __forceinline__ void weigh_sloped(const float4 (&first)[kAhead]) {
         const float slope = smem.rows[stage].slope;
-        const float distance =
-            float(fresh(walk.block) * kTileQ + light().first_position + 2 * (lane % 4) - key()); // of query 0 or 1
+        const int key = tile().row + wg * 64 + warp * 16 + lane / 4;
+        const float distance = float(walk.block * kTileQ + light().diagonal + 2 * (lane % 4) - key);
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             const float4 own = j < kAhead ? first[j] : lse_of(j);
@@ -374,10 +378,6 @@ template <class C> struct FusedConsumer {
     /* dk and dv of a tile that has steps. */
     __device__ __forceinline__ void run(int tile_head) {
         if constexpr (C::kDropout) pair = p.call.first_pair + tile_head;
-        if constexpr (C::kLight) {
-            const int of_call = p.call.first_pair + tile_head, batch = of_call / p.call.heads_kv;
-            plane = light().map.plane(batch, (of_call - batch * p.call.heads_kv) * p.call.group);
-        }
         const int64_t first_head = int64_t(tile_head) * p.call.group;
         sums = p.sums + (first_head * p.row_block_count + first_row_block(call())) * kQueryElements +
                (wg * 4 + warp) * kPartElements + lane * 4;

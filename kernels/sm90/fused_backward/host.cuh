@@ -312,7 +312,7 @@ static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork 
     const fa_forward &f = p.forward, mapped = mapped_call(f);
     LightScore &light = work->fused.light;
     light.alibi = f.alibi.data != nullptr;
-    light.first_position = int(f.diagonal - f.key_begin);
+    light.diagonal = int(f.diagonal);
     work->rows.mask = f.mask, work->rows.slopes = f.alibi;
     if (!f.mask.data || f.key_end <= f.key_begin || f.seq_q == 0) return FA_OK;
     const MapPlan plan = fused_map(mapped, own.map_at);

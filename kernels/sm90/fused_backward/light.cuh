@@ -13,10 +13,10 @@
 namespace fa::sm90 {
 
 struct LightScore {
-    PairMap map;        // rows are keys from `map_key` on, columns are queries; words NULL: no mask
-    int map_key;        // a multiple of a tile's keys, counted as in k
-    bool alibi;         // row blocks have slopes
-    int first_position; // of query 0, in keys counted from the first visible one
+    PairMap map;  // rows are keys from `map_key` on, columns are queries; words NULL: no mask
+    int map_key;  // a multiple of a tile's keys, counted as in k
+    bool alibi;   // row blocks have slopes
+    int diagonal; // query i stands at key i + diagonal
 };
 
 /* A row block, and what the rows kernel finds besides. */

@@ -173,7 +173,7 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
         block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
             sees && lse != -INFINITY ? lse_of_weights(lse) * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
         float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
-        if constexpr (std::is_same_v<Params, DropoutRowsParams>)
+        if constexpr (std::is_base_of_v<DropoutRowsParams, Params>)
             twice[0] = twice[2] = -delta * p.delta_factor;
         else
             twice[0] = twice[2] = -delta;

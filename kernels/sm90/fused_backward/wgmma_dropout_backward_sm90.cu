@@ -6,6 +6,7 @@
  * @arch sm_90a
  * @instances instance.cu
  * @instance ordered_d{64,128}_masked_{f16,bf16} DropoutFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_light_{f16,bf16} DropoutLightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
  */
 #include "sm90/fused_backward/host.cuh"
 
@@ -36,8 +37,8 @@ FA_DEFINE_KERNEL(wgmma_dropout_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE |
+             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = fa::sm90::dropout_plan,
     .launch = fa::sm90::dropout_launch,
 };
