@@ -32,6 +32,7 @@
  * @core (ordered_)?d\d+_((full|masked|light)_\w+|capped_bf16) sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
+#include <algorithm> // min
 
 namespace fa::sm90 {
 
