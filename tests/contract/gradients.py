@@ -28,9 +28,9 @@ _GUARD = 256
 #: The kernels that may refuse no call of theirs; others may, and what tests them skips it.
 TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes, and dropout.
-WITH_ALIBI = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
-WITH_DROPOUT = (*WITH_ALIBI, "wgmma_dropout_backward_sm90")
-WITH_INTERVALS = WITH_ALIBI
+WITH_INTERVALS = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
+WITH_DROPOUT = (*WITH_INTERVALS, "wgmma_dropout_backward_sm90")
+WITH_ALIBI = (*WITH_DROPOUT, "wgmma_fused_backward_sm90")
 
 #: The kernels that add up dq in any order, and take some calls with deterministic=False alone.
 UNORDERED = ("wgmma_fused_backward_sm90",)

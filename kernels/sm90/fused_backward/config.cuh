@@ -1,11 +1,13 @@
 /* Shared by the producer and the consumers of wgmma_fused_backward_sm90: parameters, shared memory, the steps of a
  * tile. */
 #pragma once
-#include <climits> // INT_MAX
+#include <climits>     // INT_MAX
+#include <type_traits> // conditional_t
 
 #include "common/dropout.cuh"
 #include "sm90/backward/keys.cuh" // find_queries
 #include "sm90/common/instance.cuh"
+#include "sm90/fused_backward/light.cuh"
 #include "sm90/fused_backward/rows.cuh"
 #include "sm90/fused_backward/step.cuh"
 
@@ -31,7 +33,8 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
-    static constexpr bool kOrdered = false, kDropout = false, kMasked = Kind != kFull, kSoftcap = Kind == kCapped;
+    static constexpr bool kOrdered = false, kDropout = false, kLight = false, kMasked = Kind != kFull,
+                          kSoftcap = Kind == kCapped;
     static constexpr bool kSequences = false;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -43,9 +46,15 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
 };
 template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfig<T, HeadDim, Kind> {
     static constexpr bool kOrdered = true;
-    static constexpr int kKeyStages = 2; // dQ takes no shared memory
+    static constexpr int kKeyStages = HeadDim <= 64 ? 2 : 1; // dQ takes no shared memory
 };
 template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kDropout = true;
+};
+template <class T, int HeadDim, int Kind> struct LightFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kLight = true;
+};
+template <class T, int HeadDim, int Kind> struct DropoutLightFusedConfig : LightFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kDropout = true;
 };
 template <class T, int HeadDim, int Kind> struct OrderedSequencesFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
@@ -74,10 +83,13 @@ struct DropoutFusedParams : OrderedFusedParams {
     fa_dropout dropout;
     float kept; // what a weight is multiplied by that dropout keeps: in `scale`, and dv's factor
 };
+struct LightFusedParams : DropoutFusedParams {
+    LightScore light;
+};
 /* The work of one launch of an instance; members that it does not take say nothing. */
 struct FusedWork {
-    DropoutRowsParams rows;
-    DropoutFusedParams fused;
+    LightRowsParams rows;
+    LightFusedParams fused;
     FusedFinishParams finish;
     SequenceList row_list, key_list; // of row blocks, and of tiles of keys
     int64_t query_blocks, key_blocks, finish_blocks;
@@ -89,6 +101,8 @@ template <MapOf kMap> __device__ __forceinline__ const CUtensorMap *map_of(const
 }
 
 /* ---- shared memory ---- */
+
+template <class C> using RowBlockOf = std::conditional_t<C::kLight, LightRowBlock<C::kTileQ>, FusedRowBlock<C::kTileQ>>;
 
 template <bool Dropout> struct FusedDropout {};
 template <> struct FusedDropout<true> {
@@ -119,7 +133,7 @@ template <class C> struct FusedSmem {
     alignas(1024) char dout[C::kStages][kQueryBytes];
     alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
     alignas(128) float4 dq[C::kConsumers][4][C::kOrdered ? 1 : kPartElements / 4];
-    FusedRowBlock<C::kTileQ> rows[C::kStages];
+    RowBlockOf<C> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
     [[no_unique_address]] SequenceCalls<C::kSequences, kTileStages> calls; // of the tiles
     uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];

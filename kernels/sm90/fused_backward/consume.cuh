@@ -11,7 +11,8 @@ template <class C> struct FusedConsumer {
     using T = typename C::Element;
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
-    static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
+    // Groups of 16 queries whose LSE is read before S is there; more, and registers are short.
+    static constexpr int kAhead = C::kSoftcap ? 1 : C::kLight && kTileQ == 64 ? 2 : 4;
     static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
     static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
     static_assert(!C::kDropout || (C::kOrdered && C::kMasked && !C::kSoftcap));
@@ -35,6 +36,7 @@ template <class C> struct FusedConsumer {
     uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
     int pair;                                        // of the tile; with dropout
     uint32_t kept[C::kDropout ? kTileQ / 64 : 1];    // of this thread's pairs of a step
+    VisiblePairs<kTileQ> visible;                    // of a step
 
     __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
         : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
@@ -109,6 +111,74 @@ template <class C> struct FusedConsumer {
             }
         }
     }
+    /* ---- of the kind kLight: light.cuh ---- */
+
+    __device__ __forceinline__ const LightScore &light() const {
+        return static_cast<const LightFusedParams &>(p).light;
+    }
+    __device__ __forceinline__ const Tile &tile() const { // there, for lack of registers
+        return smem.tile[fresh(round) % Smem::kTileStages];
+    }
+    /* Clears the rows of Q and dO of queries that the mask hides from all keys, each warpgroup half of them. */
+    __device__ __forceinline__ void clear_unseeing() {
+        const uint4 bits = *reinterpret_cast<const uint4 *>(smem.rows[stage].unseeing);
+        if ((bits.x | bits.y | (kTileQ > 64 ? bits.z | bits.w : 0)) == 0) return;
+#pragma unroll 1
+        for (int n = fresh(threadIdx.x) - 128; n < kTileQ * 2 * kSlabs * 8; n += 128 * C::kConsumers) { // 16 bytes
+            const int row = n / 8 % kTileQ, slab = n / 8 / kTileQ;
+            if (!(smem.rows[stage].unseeing[row / 16] >> row % 16 & 1)) continue;
+            char *const tile = slab < kSlabs ? smem.q[stage] : smem.dout[stage];
+            const int place = slab % kSlabs * Smem::kQuerySlabBytes + row * kSlabRowBytes + n % 8 * 16;
+            *reinterpret_cast<uint4 *>(tile + place) = make_uint4(0, 0, 0, 0);
+        }
+        tma_store_fence(); // before wgmma
+        named_barrier_sync(1, 128 * C::kConsumers);
+    }
+    /* The mask's bits of a step. */
+    __device__ __forceinline__ void load_visible() {
+        const PairMap &map = light().map;
+        if (!map.words) return visible.show_all();
+        const CallHead at = kv_head_of<C>(p.call, tile());
+        visible.load(map, map.plane(at.batch, at.head * p.call.group + walk.member),
+                     (tile().row - light().map_key) / 16 + fresh(threadIdx.x) / 32 - 4, walk.block, lane);
+    }
+    /* weigh() of all queries with ALiBi. A distance serves both keys, the second one 8 queries further on, and |.|
+     * costs nothing there. */
+    __device__ __forceinline__ void weigh_sloped(const float4 (&first)[kAhead]) {
+        const float slope = smem.rows[stage].slope;
+        const int key = tile().row + wg * 64 + warp * 16 + lane / 4;
+        const float distance = float(walk.block * kTileQ + light().diagonal + 2 * (lane % 4) - key);
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+            const float4 own = j < kAhead ? first[j] : lse_of(j);
+            const float lse[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+            for (int query = 0; query < 4; ++query) {
+                const int column = 16 * j + query / 2 * 8 + query % 2;
+                const float low = fmaf(slope, fabsf(distance + float(column)), lse[query]);
+                const float high = fmaf(slope, fabsf(distance + float(column - 8)), lse[query]);
+                float *const score = scores + 8 * j + query / 2 * 4 + query % 2;
+                score[0] = weight_of(score[0], p.call.score.scale_log2, low);
+                score[2] = weight_of(score[2], p.call.score.scale_log2, high);
+            }
+        }
+    }
+    __device__ __forceinline__ void weigh_light(const float4 (&first)[kAhead]) {
+        if (light().alibi) return weigh_sloped(first);
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) weigh(j, first);
+    }
+    __device__ __forceinline__ void hide_light() {
+        if (!whole.holds(walk.block)) {
+            uint32_t of_keys[2];
+            band_of(of_keys);
+            visible.meet(of_keys);
+        }
+        if (!visible.all()) visible.hide(weights, words);
+    }
+
+    /* ---- of dropout ---- */
+
     /* Which pairs of a step dropout keeps. */
     __device__ __forceinline__ void keep(const FusedWalk &at) {
         const int batch = pair / p.call.heads_kv;
@@ -144,16 +214,20 @@ template <class C> struct FusedConsumer {
             }
         }
     }
-    /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
-    __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
+    /* Which queries of a step see each of the two keys, by their ranges. */
+    __device__ __forceinline__ void band_of(uint32_t (&of_keys)[2]) const {
         const ShiftedBand &band = call().visible;
-        uint32_t visible[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int own = key() + 8 * r, first = own + 1 - walk.block * kTileQ; // column of the query after
-            visible[r] = columns_between(first - band.upper, first - band.lower, 2 * (lane % 4));
-            if (own < 0 || own >= band.seq_k) visible[r] = 0;
+            of_keys[r] = columns_between(first - band.upper, first - band.lower, 2 * (lane % 4));
+            if (own < 0 || own >= band.seq_k) of_keys[r] = 0;
         }
+    }
+    /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
+    __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
+        uint32_t visible[2];
+        band_of(visible);
 #pragma unroll
         for (int i = 0; i < kTileQ / 2; i += 2)
             of[i / 2] &= (is_visible(visible, i) ? 0x0000ffffu : 0) | (is_visible(visible, i + 1) ? 0xffff0000u : 0);
@@ -184,12 +258,27 @@ template <class C> struct FusedConsumer {
         const auto &of = call();
         const CallHead at = head_of<C>(flat, p.call.heads, smem.tile[round % Smem::kTileStages]);
         const int number = block - launch_head * p.row_block_count - first_row_block(of);
-        const int row = number * kTileQ + wg * 64 + warp * 16 + lane / 4;
+        const int inside = (kSlabs == 1 ? wg * 64 : 0) + warp * 16 + lane / 4, row = number * kTileQ + inside;
         float factor[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) factor[r] = row_sees(of, row + 8 * r) ? p.scale : 0.0f;
-        store_gradient<T>(ordered.dq, at.batch, at.head, first_query(of) + row, end_of_queries(of), dq, factor,
-                          p.call.head_dim, lane);
+        for (int r = 0; r < 2; ++r) {
+            factor[r] = row_sees(of, row + 8 * r) ? p.scale : 0.0f;
+            if constexpr (C::kLight) {
+                const auto &rows = reinterpret_cast<const RowBlockOf<C> *>(p.row_blocks)[block];
+                if (rows.unseeing[inside / 16] >> (inside % 16 + 8 * r) & 1) factor[r] = 0.0f;
+            }
+        }
+        if constexpr (kSlabs == 1) {
+            store_gradient<T>(ordered.dq, at.batch, at.head, first_query(of) + row, end_of_queries(of), dq, factor,
+                              p.call.head_dim, lane);
+        } else { // 64 columns of the same queries for each warpgroup
+            const int column = wg * kColumnsOfPart;
+            Gradient part = ordered.dq;
+            part.data = static_cast<char *>(part.data) + column * part.stride[3] * (part.dtype == FA_F32 ? 4 : 2);
+            if (column < p.call.head_dim)
+                store_gradient<T>(part, at.batch, at.head, first_query(of) + row, end_of_queries(of), dq, factor,
+                                  p.call.head_dim - column, lane);
+        }
     }
     __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
         const uint32_t step = stored - 1;
@@ -220,6 +309,7 @@ template <class C> struct FusedConsumer {
         mbarrier_wait(&smem.full[ring.stage], ring.parity);
         const int last = stage;
         stage = ring.stage;
+        if constexpr (C::kLight) clear_unseeing();
         if constexpr (C::kDropout) {
             FusedWalk at = walk;
             if (!IsFirst) at.advance();
@@ -246,10 +336,15 @@ template <class C> struct FusedConsumer {
             wgmma_pin(words);
             warp_arrive(&smem.empty[last], lane);
         }
+        if constexpr (C::kLight) load_visible();
         wgmma_wait<1>();
         wgmma_pin(scores);
+        if constexpr (C::kLight) {
+            weigh_light(first);
+        } else {
 #pragma unroll
-        for (int j = 0; j < kBefore; ++j) weigh(j, first);
+            for (int j = 0; j < kBefore; ++j) weigh(j, first);
+        }
         if (!C::kSoftcap) wgmma_pin(scores); // else most exponentials would be put behind the wait for dP
         wgmma_wait<0>();
         wgmma_pin(products);
@@ -259,7 +354,9 @@ template <class C> struct FusedConsumer {
         for (int j = kBefore; j < kGroups; ++j) weigh(j, first);
 #pragma unroll
         for (int j = kBefore; j < kGroups; ++j) differentiate(j);
-        if (!whole.holds(walk.block)) {
+        if constexpr (C::kLight) {
+            hide_light();
+        } else if (!whole.holds(walk.block)) {
             hide(weights);
             hide(words);
         }

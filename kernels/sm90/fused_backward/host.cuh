@@ -4,6 +4,7 @@
 #include "sm90/backward/host.cuh"
 #include "sm90/backward/sequence_calls.cuh"
 #include "sm90/fused_backward/config.cuh"
+#include "sm90/score/make_map.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // ceil
 
@@ -24,23 +25,36 @@ struct Instance {
 
 /* The plan's own part. */
 struct FusedOwn {
-    int instance;                                 // of the kernel's
-    bool ordered;                                 // its sums of dq have one order
-    int columns, kind;                            // of the instance
-    int64_t pairs;                                // batch entries times kv heads of one launch
-    int64_t key_tiles;                            // a kv head
-    int64_t row_blocks;                           // a query head
-    int64_t sink_parts;                           // a query head; 0: dsinks is not wanted
-    int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with counters
-    SequenceRoom room;                            // of sequences
+    int instance;                                         // of the kernel's
+    bool ordered;                                         // its sums of dq have one order
+    int columns, kind;                                    // of the instance
+    int64_t pairs;                                        // batch entries times kv heads of one launch
+    int64_t key_tiles;                                    // a kv head
+    int64_t row_blocks;                                   // a query head
+    int64_t sink_parts;                                   // a query head; 0: dsinks is not wanted
+    int64_t parts_at, map_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with counters
+    SequenceRoom room;                                    // of sequences
 };
 
 constexpr int64_t kFusedCounterBytes = 256;
-constexpr int kOrderedHeadDim = 64; // of the instances whose sums have one order, at most
+constexpr int kOrderedHeadDim = 64; // of calls that take sums of one order without options that ask for them, at most
+constexpr int kLightLeast = 128;    // queries and keys of calls of the kind kLight
+
+static int fused_kind(const fa_forward &f) { return f.mask.data || f.alibi.data ? kLight : backward_kind(f); }
 
 /* Its row blocks have fused_tile_q() queries. */
 static SequenceTiles tiles_of(const fa_problem *problem, int columns) {
     return sequence_tiles(problem, {fused_tile_q(columns), kFusedTileK, fused_tile_q(columns)});
+}
+
+/* The call as its pair map has it: whose keys begin with a whole tile. */
+static fa_forward mapped_call(const fa_forward &f) {
+    fa_forward mapped = f;
+    mapped.key_begin = f.key_begin / kFusedTileK * kFusedTileK;
+    return mapped;
+}
+static MapPlan fused_map(const fa_forward &mapped, int64_t at) {
+    return map_plan(mapped, mapped.key_end - mapped.key_begin, false, true, at);
 }
 
 /* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
@@ -64,7 +78,13 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
         own->room = room_of_sequences(own->rows_at, tiles_of(problem, own->columns));
         own->rows_at = own->room.end;
     }
-    const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
+    if (f.mask.data) {
+        own->map_at = own->rows_at;
+        own->rows_at = divide_up(fused_map(mapped_call(f), own->map_at).bytes, 256) * 256;
+    }
+    int64_t row_block_bytes = tile_q * int64_t(3 * sizeof(float));
+    if (own->kind == kLight) row_block_bytes += sizeof(LightRowBlock<64>) - sizeof(FusedRowBlock<64>);
+    const int64_t row_bytes = group * own->row_blocks * row_block_bytes;
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
     const int64_t pair_bytes = row_bytes + sum_bytes + turn_bytes;
@@ -144,13 +164,36 @@ const Instance *find_instance(const Instance (&instances)[N], const fa_problem *
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const bool sequences = problem->sequences.given;
+    const int kind = fused_kind(f);
     const auto find = [&](bool ordered) {
-        return instance_for(instances, f.head_dim, backward_kind(f), f.dtype,
+        return instance_for(instances, f.head_dim, kind, f.dtype,
                             [=](const Instance &i) { return i.ordered == ordered && i.sequences == sequences; });
     };
-    const bool ordered = p.ordered || sequences || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
+    const bool ordered =
+        p.ordered || sequences || kind == kLight || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
     const Instance *found = find(ordered);
     return found || p.ordered || sequences ? found : find(!ordered);
+}
+
+/* The greatest head_dim of the instances whose sums have one order, those that are left out too. */
+template <size_t N> int widest_ordered(const Instance (&instances)[N], int kind) {
+    int most = 0;
+    for (const Instance &i : instances)
+        if (i.ordered && !i.sequences && does(i.kind, kind)) most = std::max(most, i.head_dim);
+    return most;
+}
+
+/* Whether a mask or slopes of ALiBi stand beside what their instances take. */
+static bool light_fits(const fa_problem *problem, fa_why *why) {
+    const fa_forward &f = problem->backward.forward;
+    const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI);
+    if (!light) return true;
+    const bool sequences = problem->sequences.given;
+    if (sequences)
+        fa_because(why, FA_REFUSES, FA_WHY_TOGETHER, light, FA_WITH_LENGTHS, 0);
+    else if (f.softcap > 0)
+        fa_because(why, FA_REFUSES, FA_WHY_SOFTCAP_BESIDE, 0, 0, 0);
+    return !sequences && f.softcap == 0;
 }
 
 template <size_t N>
@@ -176,8 +219,9 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
                   (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
-    if (p.ordered && f.head_dim > kOrderedHeadDim)
-        return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kOrderedHeadDim, 0, 0);
+    if (!light_fits(problem, why)) return FA_REFUSES;
+    const int ordered = widest_ordered(instances, fused_kind(f));
+    if (p.ordered && f.head_dim > ordered) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, ordered, 0, 0);
     if (sequences && f.head_dim > kOrderedHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kOrderedHeadDim, 0, 0);
     if (sequences && f.softcap > 0) return fa_because(why, FA_REFUSES, FA_WHY_FEATURES, FA_WITH_SOFTCAP, 0, 0);
@@ -263,6 +307,19 @@ static fa_code fused_sequences(const fa_problem *problem, const FusedOwn &own, F
 
 static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
 
+/* Launches the pair map of a call with a mask, and says where it is. */
+static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
+    const fa_forward &f = p.forward, mapped = mapped_call(f);
+    LightScore &light = work->fused.light;
+    light.alibi = f.alibi.data != nullptr;
+    light.diagonal = int(f.diagonal);
+    work->rows.mask = f.mask, work->rows.slopes = f.alibi;
+    if (!f.mask.data || f.key_end <= f.key_begin || f.seq_q == 0) return FA_OK;
+    const MapPlan plan = fused_map(mapped, own.map_at);
+    light.map = pair_map_of_keys(plan, launch), light.map_key = int(mapped.key_begin);
+    return launch_map(plan, mapped, mapped.key_end - mapped.key_begin, nullptr, launch);
+}
+
 /* The values that all launches of a call share. */
 static fa_code fused_work(const fa_problem *problem, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_backward &p = problem->backward;
@@ -275,6 +332,7 @@ static fa_code fused_work(const fa_problem *problem, const FusedOwn &own, FusedW
     FA_TRY(problem->sequences.given ? fused_sequences(problem, own, work, launch)
                                     : fused_maps(p, fused_tile_q(own.columns), &fused, launch));
     rows.call = finish.call = fused.call;
+    if (own.kind == kLight) FA_TRY(fused_light(p, own, work, launch));
     rows.out = rows_operand(f.out), rows.dout = rows_operand(p.dout);
     rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
     rows.row_blocks = workspace + own.rows_at;

@@ -27,7 +27,10 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
                    OfSequences<FusedFinishParams>{work.finish, work.row_list});
     } else {
         constexpr auto kFinish = fused_finish<T, kHeadDim, kTileQ>;
-        if constexpr (C::kDropout)
+        if constexpr (C::kLight)
+            return run(fused_rows_light<T, kHeadDim, kTileQ>, work.rows, backward_fused_light<C>, work.fused, kFinish,
+                       work.finish);
+        else if constexpr (C::kDropout)
             return run(fused_rows_dropout<T, kHeadDim, kTileQ>, work.rows, backward_fused_dropout<C>, work.fused,
                        kFinish, work.finish);
         else if constexpr (C::kOrdered)

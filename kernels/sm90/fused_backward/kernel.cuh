@@ -112,11 +112,11 @@ template <class C> struct FusedProducer {
             uint64_t *full = &smem.full[ring.stage];
             before_step();
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
+            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(RowBlockOf<C>));
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], map_of<kMapOfQ>(p, call), full, row,
                                                   head * p.q_step[0], at.batch * p.q_step[1], kEvictLast);
-            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
-                      sizeof(FusedRowBlock<C::kTileQ>), full);
+            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(RowBlockOf<C>)),
+                      sizeof(RowBlockOf<C>), full);
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], map_of<kMapOfDout>(p, call), full,
                                                   row + p.call.dout_row, head * p.dout_step[0],
                                                   at.batch * p.dout_step[1], kEvictLast);
@@ -247,6 +247,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     backward_fused_dropout(const __grid_constant__ DropoutFusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_light(const __grid_constant__ LightFusedParams p) {
     fused_block<C>(p);
 }
 template <class C, class Params>

@@ -5,8 +5,9 @@
  *                   last to add makes dq, only of queries that see no key */
 #pragma once
 #include "sm90/backward/sequences.cuh"
+#include "sm90/fused_backward/light.cuh"
 #include "sm90/fused_backward/step.cuh"
-#include <type_traits> // is_base_of_v, is_same_v
+#include <type_traits> // conditional_t, is_base_of_v, is_same_v
 
 namespace fa::sm90 {
 
@@ -78,6 +79,10 @@ struct DropoutRowsParams : OrderedRowsParams {
     float delta_factor; // one over what a weight is multiplied by that dropout keeps
 };
 
+struct LightRowsParams : DropoutRowsParams {
+    fa_operand mask, slopes; // data NULL: none
+};
+
 template <class Params> inline constexpr bool kOfSequences = requires(const Params &p) { p.list; };
 
 /* The call that a head's row block `block` belongs to. */
@@ -92,6 +97,24 @@ template <class Call> __device__ __forceinline__ int batch_of(const Call &call, 
         return call.batch;
     else
         return flat_batch;
+}
+
+template <class Params> inline constexpr bool kIsLight = std::is_same_v<Params, LightRowsParams>;
+template <class Params, int TileQ>
+using RowBlockOfRows = std::conditional_t<kIsLight<Params>, LightRowBlock<TileQ>, FusedRowBlock<TileQ>>;
+
+/* Which of 16 queries from `first` the mask leaves no key of those that they see; a lane has `row`, or none that sees.
+ * Without a sink the LSE says it; with one that is a row of the sink alone, or of keys that count for nothing. */
+template <class Call>
+__device__ __forceinline__ uint32_t unseeing_rows(const LightRowsParams &p, const Call &call, int batch, int head,
+                                                  int first, int row, bool sees, float lse, int lane) {
+    if (!p.mask.data) return 0;
+    if (!p.sinks) return __reduce_or_sync(~0u, uint32_t(sees && lse == -INFINITY) << (row - first));
+    uint32_t unseeing = 0;
+    for (int i = 0; i < 16; ++i)
+        if (row_sees(call, first + i) && mask_hides_all(p.mask, call, batch, head, first + i, lane))
+            unseeing |= 1u << i;
+    return unseeing;
 }
 
 template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void rows_block(const Params &p) {
@@ -125,22 +148,32 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
 
     const float product = row_products<T, Columns>(p, call, batch, head, first, lane);
     const int row = first + lane % kLanes * kRows + lane / kLanes;
-    const bool mine = lane % kLanes < 16 / kRows, there = mine && row < call.seq_q, sees = mine && row_sees(call, row);
+    const bool mine = lane % kLanes < 16 / kRows, there = mine && row < call.seq_q;
+    bool sees = mine && row_sees(call, row);
     const auto value = [&](const RowsOperand &of) {
         return there && of.data
                    ? static_cast<const float *>(
                          of.data)[batch * of.stride[0] + head * of.stride[1] + (first_query(call) + row) * of.stride[2]]
                    : 0.0f;
     };
-    const float lse = value(p.lse), dlse = value(p.dlse), delta = sees ? product - dlse : 0.0f;
+    const float lse = value(p.lse);
+    if constexpr (kIsLight<Params>) {
+        auto &block = reinterpret_cast<LightRowBlock<TileQ> *>(
+            p.row_blocks)[int64_t(launch_head) * p.row_block_count + first / TileQ];
+        const uint32_t unseeing = unseeing_rows(p, call, batch, head, first, row, sees, lse, lane);
+        sees = sees && !(unseeing >> (row - first) & 1);
+        if (lane == 0) block.unseeing[first % TileQ / 16] = uint16_t(unseeing);
+        if (lane == 0 && first % TileQ == 0) block.slope = slope_in_base_2(p.slopes, batch, head);
+    }
+    const float dlse = value(p.dlse), delta = sees ? product - dlse : 0.0f;
     if (mine) {
-        auto *block = reinterpret_cast<FusedRowBlock<TileQ> *>(p.row_blocks) +
+        auto *block = reinterpret_cast<RowBlockOfRows<Params, TileQ> *>(p.row_blocks) +
                       (int64_t(launch_head) * p.row_block_count + first_row_block(call) + row / TileQ);
         const int inside = row % TileQ, quad = inside % 8 / 2; // the lane that has it, and where
         block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
             sees && lse != -INFINITY ? lse_of_weights(lse) * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
         float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
-        if constexpr (std::is_same_v<Params, DropoutRowsParams>)
+        if constexpr (std::is_base_of_v<DropoutRowsParams, Params>)
             twice[0] = twice[2] = -delta * p.delta_factor;
         else
             twice[0] = twice[2] = -delta;
@@ -165,6 +198,10 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_ordered(const __
 }
 template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_dropout(const __grid_constant__ DropoutRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_light(const __grid_constant__ LightRowsParams p) {
     rows_block<T, Columns, TileQ>(p);
 }
 template <class T, int Columns, int TileQ, class Params>

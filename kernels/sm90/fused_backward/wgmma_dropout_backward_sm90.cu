@@ -1,11 +1,13 @@
 /* wgmma_dropout_backward_sm90: gradients on Hopper (sm_90a) with dropout, in one pass.
  *
  * As wgmma_fused_backward_sm90, whose plan and launch these are with other instances: sums of dq in one order, head_dim
- * a multiple of 8 up to 64, without softcap. How dropout comes in: kernel.cuh.
+ * a multiple of 8 up to 128, without softcap. How dropout comes in: kernel.cuh.
  *
  * @arch sm_90a
  * @instances instance.cu
- * @instance ordered_d64_masked_{f16,bf16} DropoutFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_masked_{f16,bf16} DropoutFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_light_{f16,bf16} DropoutLightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
+ * @core ordered_d\d+_masked_\w+
  */
 #include "sm90/fused_backward/host.cuh"
 
@@ -36,8 +38,8 @@ FA_DEFINE_KERNEL(wgmma_dropout_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE |
+             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = fa::sm90::dropout_plan,
     .launch = fa::sm90::dropout_launch,
 };

@@ -27,10 +27,12 @@
  *           FusedConfig {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16}
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_light_{f16,bf16} LightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
- * @core (ordered_)?d\d+_((full|masked)_\w+|capped_bf16) sequences_\w+
+ * @core (ordered_)?d\d+_((full|masked|light)_\w+|capped_bf16) sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
+#include <algorithm> // min
 
 namespace fa::sm90 {
 
@@ -42,6 +44,11 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     const fa_answer answer = plan_fused(kInstances, problem, device, plan, why);
     if (answer != FA_TAKES) return answer;
     const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    if (fa_own<FusedOwn>(plan).kind == kLight)
+        return std::min(f.seq_q, f.seq_k) >= kLightLeast
+                   ? FA_TAKES
+                   : fa_because(why, FA_DECLINES, FA_WHY_FEW_PAIRS, kLightLeast, 0, 0);
     return (p.wants & kAll) == kAll && fused_is_faster(problem, device, fa_own<FusedOwn>(plan))
                ? FA_TAKES
                : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
@@ -62,8 +69,8 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
+    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE |
+             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
 };
