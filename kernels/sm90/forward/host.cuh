@@ -92,6 +92,16 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
     if (own.ordered) plan->workspace_bytes += own.map.planes() * query_tiles * sizeof(int);
 }
 
+/* Whether a kernel's lanes read a bias by 16 bytes: BiasParams. */
+inline bool takes_bias(const fa_forward &p, int most_head_dim, fa_why *why) {
+    const fa_operand &x = p.bias;
+    bool taken = p.head_dim <= most_head_dim && p.bias_dtype == p.dtype && x.stride[3] == 1;
+    for (int axis = 0; axis < 3; ++axis) taken = taken && x.stride[axis] % 8 == 0;
+    taken = taken && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && p.key_begin % 8 == 0 && p.seq_k % 8 == 0;
+    if (!taken) fa_because(why, FA_REFUSES, FA_WHY_BIAS_ROWS, most_head_dim, 0, 0);
+    return taken;
+}
+
 template <size_t N>
 fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_problem *problem,
                        const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -196,8 +206,10 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     params.light.intervals = intervals_of(p);
     params.light.key_begin = static_cast<int>(p.key_begin);
     params.light.alibi = p.alibi;
+    params.light.bias = {p.bias.data ? static_cast<const char *>(p.bias.data) + p.key_begin * 2 : nullptr,
+                         {p.bias.stride[0], p.bias.stride[1], p.bias.stride[2]}};
     params.light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
-    params.light.behind = p.right <= 0 || !p.alibi.data;
+    params.light.behind = p.right <= 0;
     params.visible = shifted_band_of(p);
     if (has_map(p)) params.light.map = pair_map(own.map, *launch);
     if (own.ordered && keys > 0) {

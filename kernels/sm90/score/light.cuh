@@ -6,15 +6,17 @@
  *
  *     weight = 2^(product * factor + (slope * column + start)),    start = slope * (first key - place) - maximum
  *
- * one FFMA more than without, wherever all keys of a block lie on one side of the rows' places; the sign of the slope
- * says on which. Distances count from the block's first key, so that long rows keep their bits. Where a block straddles
- * the places, and where the fast path gives up, scores are computed in place (transform()). */
+ * one FFMA more than without (two with a bias, which joins the sum in base 2), wherever all keys of a block lie on one
+ * side of the rows' places; the sign of the slope says on which. Distances count from the block's first key, so that
+ * long rows keep their bits. Where a block straddles the places, and where the fast path gives up, scores are computed
+ * in place (transform()). */
 #pragma once
 #include "common/alibi.cuh"         // slope_of
 #include "common/intervals.cuh"     // Intervals
 #include "common/score.cuh"         // kLog2E, round_score
 #include "sm90/common/schedule.cuh" // Tile
 #include "sm90/common/softmax.cuh"  // columns_between
+#include "sm90/score/bias.cuh"
 #include "sm90/score/pair_map.cuh"
 
 namespace fa::sm90 {
@@ -24,9 +26,10 @@ struct LightParams {
     const int *order;    // tiles of a plane of the map, the longest last (order.cuh); NULL: as they lie
     Intervals intervals; // begins NULL: none
     fa_operand alibi;    // data NULL: none
+    BiasParams bias;     // of the kind that has one
     int key_begin;       // the call's first visible key
     int diagonal;        // row i stands at key i + diagonal, counted from the call's first visible one
-    bool behind;         // no row sees a key beyond its place, or there is no ALiBi
+    bool behind;         // no row sees a key beyond its place
 };
 
 /* What the producer tells of a block of keys beside its stage, in one word: its first key in units of 64, which may be
@@ -98,14 +101,13 @@ struct LightRows {
         return fmaf(along, static_cast<float>(first_key + place - 8 * r), -maximum);
     }
 
-    /* Products to scores in base 2. */
-    template <int Count>
-    __device__ __forceinline__ void transform(float (&scores)[Count], float factor, int first_key) const {
+    /* Takes ALiBi's part from scores in base 2. */
+    template <int Count> __device__ __forceinline__ void slope_down(float (&scores)[Count], int first_key) const {
         const float from[2] = {static_cast<float>(first_key + place), static_cast<float>(first_key + place - 8)};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const float distance = fabsf(from[(i >> 1) & 1] + static_cast<float>(i / 4 * 8 + i % 2));
-            scores[i] = __fmaf_rz(-slope, distance, round_score(scores[i], factor));
+            scores[i] = __fmaf_rz(-slope, distance, scores[i]);
         }
     }
 };
