@@ -19,7 +19,8 @@
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
- * head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their workspace does not fit.
+ * head_dim, out of q's dtype; no bias. Heads go in groups where their workspace does not fit. Boolean masks and ALiBi
+ * (light.cuh) have instances of one order, without softcap.
  *
  * @arch sm_90a
  * @instances instance.cu
