@@ -36,7 +36,7 @@ struct Held {
     __device__ __forceinline__ KeyRange gap() const {
         if (of[0].empty() || of[1].empty()) return {0, 0};
         const bool swapped = of[1].begin < of[0].begin;
-        return {of[swapped].end, of[!swapped].begin};
+        return {swapped ? of[1].end : of[0].end, swapped ? of[0].begin : of[1].begin};
     }
 };
 
