@@ -20,16 +20,17 @@ __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, const Ban
                                              int i) {
     const AttentionParams &f = args.problem.forward;
     const Segments segments = segments_in<Entry>(args);
-    KeyRange keys = {begin_of(visible, i), end_of(visible, i)};
-    Held held = {{keys, {0, 0}}};
+    int begin = begin_of(visible, i), end = end_of(visible, i);
+    Span<int> gap = {0, 0}; // keys between two intervals
     if (has_intervals<Entry>(args)) {
-        held = args.intervals.of_query(b, h, i);
-        keys = held.within(keys);
+        const Held held = args.intervals.of_query(b, h, i);
+        const KeyRange keys = held.within({begin, end}), between = held.gap();
+        begin = int(keys.begin), end = int(keys.end);
+        gap = {int(between.begin), int(between.end)};
     }
-    const int begin = int(keys.begin), end = int(keys.end);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
-        bool shown = j < end && held.holds(j);
+        bool shown = j < end && (j < gap.begin || j >= gap.end);
         if (shown && segments.q) shown = segments.of_query(b, i) == segments.of_key(b, j);
         if (shown && f.mask.data) shown = mask_row(f, b, h, i)[j * f.mask.stride[3]];
         if (shown && f.bias.data) shown = bounded(bias_of(f, bias_row(f, b, h, i), j)) != -INFINITY;
