@@ -53,7 +53,7 @@ __device__ __forceinline__ void hide_others(const BackwardArgs &args, const Entr
 /* -inf in place of what is added to the scores of pairs that intervals leave out, a query after the other. */
 template <bool kQueries, int kRowTiles, int kStep, class Entry>
 __device__ __forceinline__ void hide_unheld(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
-                                             Scores<kRowTiles, kStep> &bias) {
+                                            Scores<kRowTiles, kStep> &bias) {
     constexpr int kCount = kQueries ? 2 * kRowTiles : kStep / 4; // queries of a lane
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {

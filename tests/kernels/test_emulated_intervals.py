@@ -79,11 +79,11 @@ def test_no_races(emulated, kernel):
 
 
 MISTAKES = {
-    "the first end included": ("simt", "seen = held.within({row.begin, row.end})", "seen = held.within({row.begin, row.end}), ++seen.end"),
+    "the first end included": ("simt", "seen = held.within(KeyRange{row.begin, row.end})", "seen = held.within(KeyRange{row.begin, row.end}), ++seen.end"),
     "what lies between seen": ("simt", "gap = held.gap();", "gap = {0, 0};"),
     "what lies between seen by the tensor cores": ("mma_sm80", "if (args.intervals.count > 1) hide_between(s, args, job, row, key);", ""),
-    "intervals of the first row": ("mma_sm80", "args.intervals.of_query(job.batch, at.head, at.query).within",
-                                   "args.intervals.of_query(job.batch, at.head, 0).within"),
+    "intervals of the first row": ("mma_sm80", "const Held held = args.intervals.of_query(job.batch, at.head, at.query);",
+                                   "const Held held = args.intervals.of_query(job.batch, at.head, 0);"),
     "intervals of another head": ("simt_backward", "return {intervals, batch, other};", "return {intervals, batch, head};"),
     "intervals of the key": ("mma_backward_sm80", "if ((kQueries ? own : other) != apart) return;", "if ((kQueries ? other : own) != apart) return;"),
 }  # fmt: skip
