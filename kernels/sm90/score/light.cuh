@@ -70,20 +70,15 @@ struct LightRows {
     /* The same of intervals. */
     static __device__ __forceinline__ void hold(uint32_t (&visible)[2], const LightParams &p, const Tile &tile, int row,
                                                 int rows, int first_key, int lane) {
-        const int64_t *const stride = p.intervals.stride;
-        const int32_t *const begins = p.intervals.begins + tile.batch * stride[0] + tile.head * stride[1];
         const int first = first_key + p.key_begin;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            uint32_t held = 0;
+            const Held held = p.intervals.of_query(tile.batch, tile.head, min(row + 8 * r, rows - 1));
+            uint32_t bits = 0;
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (n == p.intervals.count) break;
-                const int32_t *const at = begins + min(row + 8 * r, rows - 1) * stride[2] + n * stride[3];
-                const fa_span span = fa_interval(at, p.intervals.to_end, p.intervals.keys);
-                held |= columns_between(int(span.begin) - first, int(span.end) - first, 2 * (lane % 4));
-            }
-            visible[r] &= held;
+            for (const Span<int> &keys : held.of)
+                bits |= columns_between(keys.begin - first, keys.end - first, 2 * (lane % 4));
+            visible[r] &= bits;
         }
     }
 
