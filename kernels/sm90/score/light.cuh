@@ -17,13 +17,14 @@
 #include "sm90/common/schedule.cuh" // Tile
 #include "sm90/common/softmax.cuh"  // columns_between
 #include "sm90/score/bias.cuh"
+#include "sm90/score/block_list.cuh"
 #include "sm90/score/pair_map.cuh"
 
 namespace fa::sm90 {
 
 struct LightParams {
-    PairMap map;         // seen NULL: neither mask nor intervals; words NULL: no mask
-    const int *order;    // tiles of a plane of the map, the longest last (order.cuh); NULL: as they lie
+    PairMap map; // seen NULL: neither mask nor intervals; words NULL: no mask
+    BlockLists lists;
     Intervals intervals; // begins NULL: none
     fa_operand alibi;    // data NULL: none
     BiasParams bias;     // of the kind that has one
@@ -32,18 +33,8 @@ struct LightParams {
     bool behind;         // no row sees a key beyond its place
 };
 
-/* What the producer tells of a block of keys beside its stage, in one word: its first key in units of 64, which may be
- * -1, and flags: which warpgroups see some of its pairs, and for which some are hidden. */
-struct BlockWord {
-    static constexpr int kShift = 7; // up to three warpgroups
-    static constexpr uint32_t kSeen = 7, kLast = 64;
-    uint32_t word;
-
-    __device__ __forceinline__ int first_key() const { return (static_cast<int>(word) >> kShift) * 64; }
-    __device__ __forceinline__ bool sees(int wg) const { return word >> wg & 1; }
-    __device__ __forceinline__ bool mixed(int wg) const { return word >> (3 + wg) & 1; }
-    __device__ __forceinline__ bool last() const { return word & kLast; }
-};
+/* Column of a thread's score i in a block, from its first one. */
+__device__ __forceinline__ float score_column(int i) { return static_cast<float>(i / 4 * 8 + i % 2); }
 
 /* A thread's part of a tile: rows `row` and row + 8. Few registers: the rest is read again where it is needed. */
 struct LightRows {
@@ -101,13 +92,11 @@ struct LightRows {
         const float from[2] = {static_cast<float>(first_key + place), static_cast<float>(first_key + place - 8)};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
-            const float distance = fabsf(from[(i >> 1) & 1] + static_cast<float>(i / 4 * 8 + i % 2));
-            scores[i] = __fmaf_rz(-slope, distance, scores[i]);
+            const float distance = fabsf(from[(i >> 1) & 1] + score_column(i));
+            scores[i] = fmaf(-slope, distance, scores[i]); // to nearest: keys at one distance remain equal
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(scores[i]) : "f"(-FLT_MAX));
         }
     }
 };
-
-/* Column of a thread's score i in a block, from its first one. */
-__device__ __forceinline__ float score_column(int i) { return static_cast<float>(i / 4 * 8 + i % 2); }
 
 } // namespace fa::sm90

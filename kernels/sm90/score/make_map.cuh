@@ -35,7 +35,8 @@ struct MapParams {
     bool vectors;      // 16 keys lie side by side, 16-byte aligned
     MadeMap queries;   // with queries as rows; `seen` and `whole` are always made
     uint32_t *by_keys; // words with keys as rows; NULL: not wanted
-    uint32_t *counter; // set to 0; NULL: none
+    uint32_t *zeros;   // numbers that are set to 0
+    int zero_count;
 };
 
 /* Bits 0 to 3: which bytes of a word are not 0. */
@@ -132,7 +133,8 @@ static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ M
     const int batch = plane / p.heads, head = plane % p.heads;
     const uint8_t *const mask = p.mask + batch * p.stride[0] + head * p.stride[1];
     const int row = row_block * kMapBlock + warp * 16 + lane / 4;
-    if (p.counter && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
+    if (blockIdx.x == 0)
+        for (int n = threadIdx.x; n < p.zero_count; n += 128) p.zeros[n] = 0;
 
     uint32_t seen = 0, partial = 0; // of the chunk's blocks, by this lane's pairs
     const int count = p.mask ? min(kMapChunk, p.column_blocks - chunk * kMapChunk) : 0;
@@ -257,8 +259,8 @@ inline PairMap pair_map_of_keys(const MapPlan &m, const fa_launch &launch) {
             .column_step = m.step[2]};
 }
 
-/* Makes them. `counter`, or NULL, becomes 0. */
-inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, uint32_t *counter,
+/* Makes them, and zeros of some numbers of the workspace. */
+inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, uint32_t *zeros, int zero_count,
                           const fa_launch &launch) {
     MapParams params = {};
     if (p.mask.data) params.mask = static_cast<const uint8_t *>(p.mask.data) + p.key_begin * p.mask.stride[3];
@@ -275,7 +277,7 @@ inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, u
     params.queries = {map_part(launch, m.words), reinterpret_cast<uint8_t *>(map_part(launch, m.bits)),
                       reinterpret_cast<uint8_t *>(map_part(launch, m.bits + m.bit_bytes()))};
     params.by_keys = map_part(launch, m.by_keys);
-    params.counter = counter;
+    params.zeros = zeros, params.zero_count = zero_count;
     const int64_t blocks = m.planes() * m.row_blocks * m.bit_words * (32 / kMapChunk);
     return fa_start(make_map, blocks, 128, 0, launch, params);
 }
