@@ -97,7 +97,8 @@ __device__ __forceinline__ void order_plane(const ListParams &p, int plane) {
 
 /* A block of threads a tile; the last of a plane orders its tiles. */
 static __global__ void __launch_bounds__(kListThreads) list_blocks(const __grid_constant__ ListParams p) {
-    __shared__ int seen_by[kListThreads / 32], is_last;
+    __shared__ int seen_by[kListThreads / 32];
+    __shared__ int is_last;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int plane = blockIdx.x / p.tiles, tile = blockIdx.x % p.tiles, row = tile * 64 * p.shape.warpgroups;
     uint32_t *const list = p.words + int64_t(blockIdx.x) * p.length;
