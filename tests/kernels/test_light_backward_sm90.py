@@ -236,6 +236,62 @@ def test_one_order(emulated, monkeypatch, case):
     assert not [x for x in found[1:] if differ(x, found[0])]
 
 
+def blocks(heads, rows, columns, density, seed):
+    """A mask of blocks of 64 x 64 pairs, a share of which is visible; rows and columns of blocks that see nothing."""
+    rng = np.random.default_rng(seed)
+    seen = rng.random((1, heads, -(-rows // 64), -(-columns // 64))) < density
+    seen[:, :, 1], seen[:, 0, :, 2:4] = False, False
+    return np.kron(seen, np.ones((64, 64), bool))[:, :, :rows, :columns] & (rng.random((1, heads, rows, columns)) < 0.9)
+
+
+SPARSE = [
+    ("B1,H2/1,S520x900,D64,bfloat16,causal=bottom_right", 0.3),
+    ("B1,H2/1,S390x700,D128,bfloat16,window=300:200", 0.4),
+    ("B1,H2,S300x1000,D64,bfloat16,sinks=same", 0.15),
+    ("B1,H4/2,S333x470,D128,bfloat16,alibi=heads", 0.3),
+    ("B1,H1,S200x4700,D64,bfloat16", 0.1),
+]
+
+
+@on_emulator
+@pytest.mark.parametrize("case, density", SPARSE)
+def test_blocks_that_are_left_out(emulated, monkeypatch, case, density):
+    """Turns count the tiles that see a block: one order, whatever runs when; and the same numbers where none is left out."""
+    heads, (rows, columns) = Case.parse(case).heads, (Case.parse(case).seq_q, Case.parse(case).seq_k)
+    problem = given(case, mask=blocks(heads, rows, columns, density, 7))
+    every = emulated(PLAIN, "every", edit=replaced("if (!map.seen) return ~0u;", "return ~0u;"))
+    wanted = gradients.run(every, problem, deterministic=True)
+    report = gradients.judged(every, problem, wanted)
+    assert report, report
+    for run in ((0, 132, 1), (0, 3, 3), (1, 132, 8), (2, 2, 2), (3, 1, 1), (4, 4, 4)):
+        schedule(monkeypatch, *run)
+        got = gradients.run(emulated(), problem, deterministic=True)
+        assert all((got[name] == wanted[name]).all() for name in wanted), run
+
+
+@on_emulator
+@pytest.mark.parametrize("old, new", [
+    ("before += __popc(seen & bits_between(tile + 1, end, 32 * word));", "before += end - tile - 1;"),
+    ("(after ? 0 : kAddsLast)", "(tile > begin ? 0 : kAddsLast)"),
+    ("is_done<TileQ>(p, call, block) && some_row_sees<TileQ>(p, block, lane)", "is_done<TileQ>(p, call, block)"),
+    ("(a >> 8 & 0xff00)", "(a >> 16 & 0xff00)"),
+    ("block * (TileQ / 64) + n, map.row_blocks", "block * (TileQ / 64), map.row_blocks"),
+    ("member = step->member, block = step->block", "member = 0, block = step->block"),
+])  # fmt: skip
+def test_mutants_of_lists(emulated, monkeypatch, old, new):
+    """A wait for a turn that never comes is an error of the emulator."""
+    kernel, found = emulated(PLAIN, old + new, edit=replaced(old, new)), []
+    schedule(monkeypatch, 1, 8, 8)
+    for case, density in (SPARSE[0], SPARSE[2], SPARSE[4]):
+        heads, (rows, columns) = Case.parse(case).heads, (Case.parse(case).seq_q, Case.parse(case).seq_k)
+        problem = given(case, mask=blocks(heads, rows, columns, density, 7))
+        try:
+            found.append(bool(gradients.verdict(kernel, problem, deterministic=True)))
+        except fa_ext.CudaError:
+            found.append(False)
+    assert not all(found)
+
+
 @on_emulator
 @pytest.mark.parametrize("kernel, case", [(PLAIN, CASES[2]), (PLAIN, CASES[3]), (PLAIN, CASES[18]), (DROPOUT, DROPPED[2])])
 def test_no_race(emulated, monkeypatch, kernel, case):
@@ -284,7 +340,7 @@ def test_workspace_is_kept_to_its_limit(emulated):
     ("fabsf(distance + float(column - 8))", "fabsf(distance + float(column + 8))"),
     ("fabsf(distance + float(column))", "(distance + float(column))"),
     ("if constexpr (C::kLight) clear_unseeing();", ""),
-    ("if (rows.unseeing[inside / 16] >> (inside % 16 + 8 * r) & 1) factor[r] = 0.0f;", ""),
+    ("if (rows.unseeing[part] >> (thread % 32 / 4 + 8 * r) & 1) factor[r] = 0.0f;", ""),
     ("f.key_begin / kFusedTileK * kFusedTileK", "f.key_begin"),
     ("sees = sees && !(unseeing >> (row - first) & 1);", ""),
     ("if (!p.sinks) return", "return"),

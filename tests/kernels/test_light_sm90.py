@@ -49,7 +49,7 @@ BIASED = [
     "B1,H1,S3x8,D64,bfloat16,bias=full",
     "B2,H4/2,S113x136,D64,bfloat16,bias=full,causal=bottom_right",
     "B2,H2,S200x336,D56,bfloat16,bias=shared,mask=full",
-    "B1,H2,S150x696,D64,bfloat16,bias=shared,window=296:130,layout=bshd",
+    "B1,H2,S150x696,D64,bfloat16,bias=full,window=none:130,layout=bshd",
     "B1,H2,S140x264,D128,bfloat16,bias=holes,alibi=heads,sinks=same",
     "B1,H2/1,S140x264,D64,bfloat16,bias=finfo_min",
     "B1,H2,S70x264,D64,bfloat16,bias=finfo_max",

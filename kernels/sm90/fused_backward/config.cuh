@@ -90,7 +90,8 @@ struct LightFusedParams : DropoutFusedParams {
 struct FusedWork {
     LightRowsParams rows;
     LightFusedParams fused;
-    FusedFinishParams finish;
+    LightFinishParams finish;
+    LightStepsParams steps;
     SequenceList row_list, key_list; // of row blocks, and of tiles of keys
     int64_t query_blocks, key_blocks, finish_blocks;
 };
@@ -119,6 +120,11 @@ template <> struct FusedTurns<true> { // between the keepers of turns and the co
     uint32_t turn[2];                 // its turn; UINT_MAX: no more steps
 };
 
+template <bool Light, int Stages> struct FusedSteps {};
+template <int Stages> struct FusedSteps<true, Stages> {
+    int2 at[Stages]; // the query head of the group, and its block
+};
+
 template <class C> struct FusedSmem {
     static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
     static constexpr int kKeySlabBytes = C::kTileK * kSlabRowBytes; // of dT too
@@ -142,6 +148,7 @@ template <class C> struct FusedSmem {
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
     FusedTurns<C::kOrdered> turns;
     [[no_unique_address]] FusedDropout<C::kDropout> dropout;
+    [[no_unique_address]] FusedSteps<C::kLight, C::kStages> steps;
 };
 
 /* ---- steps ---- */
@@ -150,6 +157,7 @@ template <class C> struct FusedSmem {
 struct FusedWalk {
     int begin, end, first, block, member;
 
+    __device__ __forceinline__ bool more(int group) const { return begin < end && member < group; }
     __device__ __forceinline__ void advance() {
         if (++block == end) block = begin;
         if (block == first) ++member;
@@ -173,6 +181,36 @@ __device__ __forceinline__ FusedWalk fused_walk(const FusedParams &p, const Call
 template <class C> __device__ __forceinline__ FusedWalk uniform_walk(const FusedWalk &walk) {
     const int first = uniform<C>(walk.first);
     return {uniform<C>(walk.begin), uniform<C>(walk.end), first, first, 0};
+}
+
+/* The same of the kind kLight, by the tile's list; Tile::span says how many there are. */
+struct LightWalk {
+    const LightStep *step;
+    int left, member, block;
+
+    __device__ __forceinline__ LightWalk(const LightScore &light, int64_t tile, int count)
+        : step(light.steps + tile * light.capacity), left(count) {
+        read();
+    }
+    __device__ __forceinline__ bool more(int) const { return left > 0; }
+    __device__ __forceinline__ void read() {
+        if (left > 0) member = step->member, block = step->block;
+    }
+    __device__ __forceinline__ void advance() {
+        --left, ++step;
+        read();
+    }
+};
+/* The number of a tile of the launch. */
+__device__ __forceinline__ int64_t light_tile(const FusedParams &p, const Tile &tile) {
+    return int64_t(tile.head) * p.schedule.query_tiles + tile.row / kFusedTileK;
+}
+template <class C, class Call>
+__device__ __forceinline__ auto steps_of(const FusedParams &p, const Call &call, const Tile &tile) {
+    if constexpr (C::kLight)
+        return LightWalk(static_cast<const LightFusedParams &>(p).light, light_tile(p, tile), tile.span);
+    else
+        return fused_walk<C>(p, call, tile.row);
 }
 
 /* Query blocks [begin, end). */

@@ -12,7 +12,7 @@ template <class C> struct FusedConsumer {
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
     // Groups of 16 queries whose LSE is read before S is there; more, and registers are short.
-    static constexpr int kAhead = C::kSoftcap ? 1 : C::kLight && kTileQ == 64 ? 2 : 4;
+    static constexpr int kAhead = C::kSoftcap || (C::kLight && kTileQ == 64) ? 1 : 4;
     static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
     static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
     static_assert(!C::kDropout || (C::kOrdered && C::kMasked && !C::kSoftcap));
@@ -41,6 +41,25 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
         : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
+    /* The query head of a step, and its block; the steps of a tile. */
+    __device__ __forceinline__ int member() const {
+        if constexpr (C::kLight)
+            return smem.steps.at[stage].x;
+        else
+            return walk.member;
+    }
+    __device__ __forceinline__ int block() const {
+        if constexpr (C::kLight)
+            return smem.steps.at[stage].y;
+        else
+            return walk.block;
+    }
+    __device__ __forceinline__ int steps() const {
+        if constexpr (C::kLight)
+            return __shfl_sync(0xffffffff, tile().span, 0);
+        else
+            return (walk.end - walk.begin) * p.call.group;
+    }
     __device__ __forceinline__ const auto &call() const { return call_of<C>(p, smem, round); }
     __device__ __forceinline__ int key() const { // of accumulators 0, 1, 4, 5, ...; the others' is 8 further on
         return fresh(tile_key) + wg * 64 + warp * 16 + lane / 4;
@@ -139,15 +158,15 @@ template <class C> struct FusedConsumer {
         const PairMap &map = light().map;
         if (!map.words) return visible.show_all();
         const CallHead at = kv_head_of<C>(p.call, tile());
-        visible.load(map, map.plane(at.batch, at.head * p.call.group + walk.member),
-                     (tile().row - light().map_key) / 16 + fresh(threadIdx.x) / 32 - 4, walk.block, lane);
+        visible.load(map, map.plane(at.batch, at.head * p.call.group + member()),
+                     (tile().row - light().map_key) / 16 + fresh(threadIdx.x) / 32 - 4, block(), lane);
     }
     /* weigh() of all queries with ALiBi. A distance serves both keys, the second one 8 queries further on, and |.|
      * costs nothing there. */
     __device__ __forceinline__ void weigh_sloped(const float4 (&first)[kAhead]) {
         const float slope = smem.rows[stage].slope;
         const int key = tile().row + wg * 64 + warp * 16 + lane / 4;
-        const float distance = float(walk.block * kTileQ + light().diagonal + 2 * (lane % 4) - key);
+        const float distance = float(block() * kTileQ + light().diagonal + 2 * (lane % 4) - key);
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             const float4 own = j < kAhead ? first[j] : lse_of(j);
@@ -169,7 +188,7 @@ template <class C> struct FusedConsumer {
         for (int j = 0; j < kGroups; ++j) weigh(j, first);
     }
     __device__ __forceinline__ void hide_light() {
-        if (!whole.holds(walk.block)) {
+        if (!whole.holds(block())) {
             uint32_t of_keys[2];
             band_of(of_keys);
             visible.meet(of_keys);
@@ -219,7 +238,7 @@ template <class C> struct FusedConsumer {
         const ShiftedBand &band = call().visible;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int own = key() + 8 * r, first = own + 1 - walk.block * kTileQ; // column of the query after
+            const int own = key() + 8 * r, first = own + 1 - block() * kTileQ; // column of the query after
             of_keys[r] = columns_between(first - band.upper, first - band.lower, 2 * (lane % 4));
             if (own < 0 || own >= band.seq_k) of_keys[r] = 0;
         }
@@ -232,9 +251,15 @@ template <class C> struct FusedConsumer {
         for (int i = 0; i < kTileQ / 2; i += 2)
             of[i / 2] &= (is_visible(visible, i) ? 0x0000ffffu : 0) | (is_visible(visible, i + 1) ? 0xffff0000u : 0);
     }
+    __device__ __forceinline__ int own_lane() const { // again where registers are short
+        if constexpr (C::kLight && C::kDropout)
+            return fresh(int(threadIdx.x)) % 32;
+        else
+            return lane;
+    }
     __device__ __forceinline__ void publish() { // dT, to all
         store_words(fresh_address(smem.ds[stored % 2]) + (wg * 64 + warp * 16) * kSlabRowBytes, Smem::kKeySlabBytes,
-                    words, lane);
+                    words, own_lane());
         warp_arrive(&smem.ds_full[stored % 2], lane);
         ++stored;
     }
@@ -265,7 +290,8 @@ template <class C> struct FusedConsumer {
             factor[r] = row_sees(of, row + 8 * r) ? p.scale : 0.0f;
             if constexpr (C::kLight) {
                 const auto &rows = reinterpret_cast<const RowBlockOf<C> *>(p.row_blocks)[block];
-                if (rows.unseeing[inside / 16] >> (inside % 16 + 8 * r) & 1) factor[r] = 0.0f;
+                const int thread = fresh(int(threadIdx.x)) - 128, part = thread / 32 % (kTileQ / 16);
+                if (rows.unseeing[part] >> (thread % 32 / 4 + 8 * r) & 1) factor[r] = 0.0f;
             }
         }
         if constexpr (kSlabs == 1) {
@@ -312,7 +338,10 @@ template <class C> struct FusedConsumer {
         if constexpr (C::kLight) clear_unseeing();
         if constexpr (C::kDropout) {
             FusedWalk at = walk;
-            if (!IsFirst) at.advance();
+            if constexpr (C::kLight)
+                at.member = member(), at.block = block();
+            else if (!IsFirst)
+                at.advance();
             keep(at);
         }
         if constexpr (!IsFirst && !kPublishesUnder) {
@@ -320,7 +349,7 @@ template <class C> struct FusedConsumer {
             wgmma_pin(words);
             publish();
             warp_arrive(&smem.empty[last], lane);
-            walk.advance();
+            if constexpr (!C::kLight) walk.advance();
         }
         load_deltas();
         float4 first[kAhead];
@@ -331,7 +360,7 @@ template <class C> struct FusedConsumer {
         issue_products();
         if constexpr (!IsFirst && kPublishesUnder) {
             publish();
-            walk.advance();
+            if constexpr (!C::kLight) walk.advance();
             wgmma_wait<2>();
             wgmma_pin(words);
             warp_arrive(&smem.empty[last], lane);
@@ -356,7 +385,7 @@ template <class C> struct FusedConsumer {
         for (int j = kBefore; j < kGroups; ++j) differentiate(j);
         if constexpr (C::kLight) {
             hide_light();
-        } else if (!whole.holds(walk.block)) {
+        } else if (!whole.holds(block())) {
             hide(weights);
             hide(words);
         }
@@ -367,7 +396,7 @@ template <class C> struct FusedConsumer {
             issue_dq();
             send_dq();
         }
-        pending = walk.member * p.row_block_count + walk.block;
+        pending = member() * p.row_block_count + block();
         issue_dk<IsFirst>();
         ring.advance();
         wgmma_wait<1>();
@@ -385,7 +414,7 @@ template <class C> struct FusedConsumer {
         staged = false;
         mbarrier_wait(&smem.kv_full[kv_ring.stage], kv_ring.parity);
         step<true>();
-        for (int left = (walk.end - walk.begin) * p.call.group; --left;) step<false>();
+        for (int left = steps(); --left;) step<false>();
         publish();
         issue_dq();
         send_dq();
@@ -428,8 +457,13 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
     for (uint32_t &round = consumer.round; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const int slot = round % FusedSmem<C>::kTileStages;
         consumer.tile_key = uniform<C>(tile_row - consumer.call().key_begin);
-        consumer.walk = uniform_walk<C>(fused_walk<C>(p, consumer.call(), tile_row));
-        const bool seen = consumer.walk.begin < consumer.walk.end;
+        bool seen;
+        if constexpr (C::kLight) {
+            seen = consumer.steps() > 0;
+        } else {
+            consumer.walk = uniform_walk<C>(fused_walk<C>(p, consumer.call(), tile_row));
+            seen = consumer.walk.begin < consumer.walk.end;
+        }
         if (seen) consumer.run(__shfl_sync(0xffffffff, smem.tile[slot].head, 0));
         const Tile tile = smem.tile[slot];
         if constexpr (!C::kSequences) warp_arrive(&smem.tile_empty[slot], consumer.lane);

@@ -25,15 +25,16 @@ struct Instance {
 
 /* The plan's own part. */
 struct FusedOwn {
-    int instance;                                         // of the kernel's
-    bool ordered;                                         // its sums of dq have one order
-    int columns, kind;                                    // of the instance
-    int64_t pairs;                                        // batch entries times kv heads of one launch
-    int64_t key_tiles;                                    // a kv head
-    int64_t row_blocks;                                   // a query head
-    int64_t sink_parts;                                   // a query head; 0: dsinks is not wanted
-    int64_t parts_at, map_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with counters
-    SequenceRoom room;                                    // of sequences
+    int instance;       // of the kernel's
+    bool ordered;       // its sums of dq have one order
+    int columns, kind;  // of the instance
+    int64_t pairs;      // batch entries times kv heads of one launch
+    int64_t key_tiles;  // a kv head
+    int64_t row_blocks; // a query head
+    int64_t sink_parts; // a query head; 0: dsinks is not wanted
+    int64_t parts_at, map_at, rows_at, sums_at, steps_at,
+        turns_at;      // bytes into the workspace, which begins with counters
+    SequenceRoom room; // of sequences
 };
 
 constexpr int64_t kFusedCounterBytes = 256;
@@ -56,6 +57,9 @@ static fa_forward mapped_call(const fa_forward &f) {
 static MapPlan fused_map(const fa_forward &mapped, int64_t at) {
     return map_plan(mapped, mapped.key_end - mapped.key_begin, false, true, at);
 }
+
+/* Of the steps of a tile, and how many there are. */
+static int64_t light_tile_bytes(int64_t steps) { return steps * int64_t(sizeof(LightStep)) + int64_t(sizeof(int)); }
 
 /* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
 static bool fused_sizes(const fa_problem *problem, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
@@ -87,12 +91,14 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
     const int64_t row_bytes = group * own->row_blocks * row_block_bytes;
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
-    const int64_t pair_bytes = row_bytes + sum_bytes + turn_bytes;
+    const int64_t step_bytes = own->kind == kLight ? own->key_tiles * light_tile_bytes(group * own->row_blocks) : 0;
+    const int64_t pair_bytes = row_bytes + sum_bytes + step_bytes + turn_bytes;
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
     if (all > 0 && (own->pairs == 0 || left < 0)) return false;
     own->sums_at = own->rows_at + own->pairs * row_bytes;
-    own->turns_at = own->sums_at + own->pairs * sum_bytes;
+    own->steps_at = own->sums_at + own->pairs * sum_bytes;
+    own->turns_at = own->steps_at + own->pairs * step_bytes;
     plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
     return true;
 }
@@ -310,13 +316,21 @@ static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride
 /* Launches the pair map of a call with a mask, and says where it is. */
 static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_forward &f = p.forward, mapped = mapped_call(f);
+    char *const workspace = static_cast<char *>(launch.workspace);
     LightScore &light = work->fused.light;
+    LightStepsParams &steps = work->steps;
+    steps.call = work->fused.call, steps.key_tiles = int(own.key_tiles);
+    steps.capacity = light.capacity = int(f.heads / f.heads_kv * own.row_blocks);
+    light.steps = steps.steps = reinterpret_cast<LightStep *>(workspace + own.steps_at);
+    light.counts = steps.counts = reinterpret_cast<int *>(steps.steps + own.pairs * own.key_tiles * steps.capacity);
+    work->finish.row_blocks = workspace + own.rows_at;
     light.alibi = f.alibi.data != nullptr;
     light.diagonal = int(f.diagonal);
     work->rows.mask = f.mask, work->rows.slopes = f.alibi;
     if (!f.mask.data || f.key_end <= f.key_begin || f.seq_q == 0) return FA_OK;
     const MapPlan plan = fused_map(mapped, own.map_at);
     light.map = pair_map_of_keys(plan, launch), light.map_key = int(mapped.key_begin);
+    steps.map = pair_map(plan, launch), steps.map_key = light.map_key;
     return launch_map(plan, mapped, mapped.key_end - mapped.key_begin, nullptr, 0, launch);
 }
 
@@ -370,7 +384,9 @@ static fa_code launch_fused(const Instance &instance, const fa_backward &p, cons
     auto *counter = static_cast<uint32_t *>(launch.workspace);
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
-    const bool unfinished = instance.sequences || work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
+    work->steps.call.first_pair = int(first), work->steps.tiles = int(pairs * own.key_tiles);
+    const bool unfinished = instance.sequences || work->steps.map.seen || work->finish.done_begin > 0 ||
+                            work->finish.done_end < own.row_blocks;
     work->finish_blocks = work->finish.dq.data && unfinished ? work->query_blocks : 0;
     if (instance.sequences) {
         work->key_list.heads = uint32_t(pairs), work->key_list.units = uint32_t(pairs * own.key_tiles);

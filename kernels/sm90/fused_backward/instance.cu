@@ -1,6 +1,7 @@
 /* Instances of wgmma_fused_backward_sm90 and wgmma_dropout_backward_sm90: the kernels of a head_dim, kind and dtype. */
 #include "common/launch.cuh"
 #include "sm90/fused_backward/kernel.cuh"
+#include "sm90/fused_backward/light_steps.cuh"
 #include <type_traits> // conditional_t
 
 namespace fa::sm90 {
@@ -14,6 +15,9 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
                          const auto &finish_params) {
         FA_TRY(fa_start(rows, work.query_blocks * (kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch,
                         rows_params));
+        if constexpr (C::kLight)
+            FA_TRY(fa_start(light_steps<kTileQ>, (work.steps.tiles + kLightStepsWarps - 1) / kLightStepsWarps,
+                            32 * kLightStepsWarps, 0, launch, work.steps));
         FA_TRY(fa_start(fused, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch, fused_params));
         return fa_start(finish, work.finish_blocks, kFusedFinishThreads, 0, launch, finish_params);
     };
@@ -28,8 +32,8 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
     } else {
         constexpr auto kFinish = fused_finish<T, kHeadDim, kTileQ>;
         if constexpr (C::kLight)
-            return run(fused_rows_light<T, kHeadDim, kTileQ>, work.rows, backward_fused_light<C>, work.fused, kFinish,
-                       work.finish);
+            return run(fused_rows_light<T, kHeadDim, kTileQ>, work.rows, backward_fused_light<C>, work.fused,
+                       fused_finish_light<T, kHeadDim, kTileQ>, work.finish);
         else if constexpr (C::kDropout)
             return run(fused_rows_dropout<T, kHeadDim, kTileQ>, work.rows, backward_fused_dropout<C>, work.fused,
                        kFinish, work.finish);

@@ -104,14 +104,14 @@ template <class C> struct FusedProducer {
     template <class Call, class BeforeStep>
     __device__ __forceinline__ void load_steps(const Call &call, const Tile &tile, BeforeStep &&before_step) {
         const Place at = place_of(call, tile);
-        for (FusedWalk walk = fused_walk<C>(p, call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
-             walk.advance()) {
+        for (auto walk = steps_of<C>(p, call, tile); walk.more(p.call.group); walk.advance()) {
             const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - call.row_begin;
             const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count +
                                 first_row_block(call) + walk.block;
             uint64_t *full = &smem.full[ring.stage];
             before_step();
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
+            if constexpr (C::kLight) smem.steps.at[ring.stage] = make_int2(walk.member, walk.block);
             mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(RowBlockOf<C>));
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], map_of<kMapOfQ>(p, call), full, row,
                                                   head * p.q_step[0], at.batch * p.q_step[1], kEvictLast);
@@ -152,6 +152,8 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tile.row *= C::kTileK;
         else if (tile.row >= 0)
             tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
+        if constexpr (C::kLight)
+            if (tile.row >= 0) tile.span = static_cast<const LightFusedParams &>(p).light.counts[light_tile(p, tile)];
         // Without queries that see a key the maps are empty.
         if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end)
             producer.prefetch_keys(p.call, tile);
@@ -160,6 +162,10 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
     };
     auto load_keys = [&](const Tile &tile) {
         if (tile.row < 0) return;
+        if constexpr (C::kLight) {
+            if (tile.span > 0) producer.load_keys(p.call, tile);
+            return;
+        }
         const FusedWalk walk = fused_walk<C>(p, p.call, tile.row);
         if (walk.begin < walk.end) producer.load_keys(p.call, tile);
     };

@@ -12,11 +12,30 @@
 
 namespace fa::sm90 {
 
+/* A step of a tile: a block of queries that sees some pair of it (light_steps.cuh). */
+struct alignas(16) LightStep {
+    int member, block;    // the query head of the group, and its block
+    uint32_t turn, place; // how many tiles add to the block's sums before; kAddsFirst, kAddsLast
+};
+
 struct LightScore {
     PairMap map;  // rows are keys from `map_key` on, columns are queries; words NULL: no mask
     int map_key;  // a multiple of a tile's keys, counted as in k
     bool alibi;   // row blocks have slopes
     int diagonal; // query i stands at key i + diagonal
+    const LightStep *steps;
+    const int *counts; // steps of each tile
+    int capacity;      // steps of a tile at most
+};
+
+/* What makes the lists. */
+struct LightStepsParams {
+    BackwardCall call;
+    PairMap map; // with queries as rows, of which `seen` is read; NULL: ranges alone say it
+    int map_key; // a multiple of a tile's keys
+    LightStep *steps;
+    int *counts;
+    int capacity, tiles, key_tiles; // steps of a tile at most; tiles of the launch; of a head
 };
 
 /* A row block, and what the rows kernel finds besides. */

@@ -219,6 +219,11 @@ struct FusedFinishParams {
     float scale;
 };
 
+/* Of the kind kLight: blocks that no row of sees a key have no sums. */
+struct LightFinishParams : FusedFinishParams {
+    const char *row_blocks;
+};
+
 inline constexpr int kFusedFinishThreads = 256; // a warp for each part of a block's sums
 
 /* Whether the finish kernel has nothing to do for a block: its dq is there, or it has no row of a gradient. */
@@ -232,6 +237,14 @@ __device__ __forceinline__ bool is_done(const FusedFinishParams &, const Sequenc
     return call.row_begin < call.row_end && (block + 1) * TileQ > call.row_begin && block * TileQ < call.row_end;
 }
 
+/* Whether a row of a thread block's block sees a key: the tile that adds last then makes dq. The warp calls it. */
+template <int TileQ> __device__ __forceinline__ bool some_row_sees(const LightFinishParams &p, int block, int lane) {
+    const auto &rows = reinterpret_cast<const LightRowBlock<TileQ> *>(p.row_blocks)[blockIdx.x];
+    for (int i = lane; i < TileQ; i += 32)
+        if (__any_sync(~0u, row_sees(p.call, block * TileQ + i) && !(rows.unseeing[i / 16] >> i % 16 & 1))) return true;
+    return false;
+}
+
 template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void finish_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kAcross = Columns / kColumnsOfPart; // warpgroups side by side in a block
@@ -239,20 +252,26 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
     const int launch_head = blockIdx.x / p.row_block_count, place = blockIdx.x - launch_head * p.row_block_count;
     const auto &call = call_at(p, place);
     const int block = place - first_row_block(call);
-    if (is_done<TileQ>(p, call, block)) return;
+    constexpr bool is_light = std::is_same_v<Params, LightFinishParams>;
+    if constexpr (is_light) {
+        if (is_done<TileQ>(p, call, block) && some_row_sees<TileQ>(p, block, lane)) return;
+    } else {
+        if (is_done<TileQ>(p, call, block)) return;
+    }
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int row = block * TileQ + wg / kAcross * 64 + warp % 4 * 16 + lane / 4,
               column = wg % kAcross * kColumnsOfPart;
     const auto *from = reinterpret_cast<const float4 *>(p.sums + (int64_t(blockIdx.x) * 8 + warp) * kPartElements);
     float dq[kDqCount], factor[2];
-    constexpr bool has_sums = !kOfSequences<Params>; // else the last to add has made dq of them, and the rest is 0
+    constexpr bool has_sums =
+        !kOfSequences<Params> && !is_light; // else the last to add has made dq of them, and the rest is 0
 #pragma unroll
     for (int c = 0; c < kDqCount / 4; ++c) {
         const float4 x = has_sums ? from[c * 32 + lane] : float4{};
         dq[4 * c] = x.x, dq[4 * c + 1] = x.y, dq[4 * c + 2] = x.z, dq[4 * c + 3] = x.w;
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = row_sees(call, row + 8 * r) ? p.scale : 0.0f;
+    for (int r = 0; r < 2; ++r) factor[r] = !is_light && row_sees(call, row + 8 * r) ? p.scale : 0.0f;
     Gradient part = p.dq;
     part.data = static_cast<char *>(part.data) + column * part.stride[3] * (part.dtype == FA_F32 ? 4 : 2);
     if (column < p.call.head_dim)
@@ -262,6 +281,10 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
 
 template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid_constant__ FusedFinishParams p) {
+    finish_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedFinishThreads) fused_finish_light(const __grid_constant__ LightFinishParams p) {
     finish_block<T, Columns, TileQ>(p);
 }
 template <class T, int Columns, int TileQ>

@@ -85,8 +85,19 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
         mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
         const int tile_row = smem.tile[slot].row;
         const uint32_t tile_head = smem.tile[slot].head;
+        int light_count = 0;
+        if constexpr (C::kLight) light_count = smem.tile[slot].span;
         if constexpr (!C::kSequences) mbarrier_arrive(&smem.tile_empty[slot]);
         if (tile_row < 0) break;
+        if constexpr (C::kLight) {
+            const Tile tile = {tile_row, int(tile_head), 0, light_count};
+            for (auto walk = steps_of<C>(p, p.call, tile); walk.more(0); walk.advance()) {
+                const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
+                if (!(walk.step->place & kAddsFirst)) wait_turn(p.turns + block, walk.step->turn);
+                open(block, walk.step->place, walk.step->turn);
+            }
+            continue;
+        }
         const auto &call = call_of<C>(p, smem, round);
         const uint32_t turn = key_tiles_of(p, call) - 1 - uint32_t(tile_row) / C::kTileK;
         const FusedWalk before = fused_walk<C>(p, call, tile_row + C::kTileK); // of the tile that adds before this one
