@@ -28,9 +28,8 @@ _GUARD = 256
 #: The kernels that may refuse no call of theirs; others may, and what tests them skips it.
 TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes, and dropout.
-WITH_INTERVALS = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
-WITH_DROPOUT = (*WITH_INTERVALS, "wgmma_dropout_backward_sm90")
-WITH_ALIBI = (*WITH_DROPOUT, "wgmma_fused_backward_sm90")
+WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80", "wgmma_dropout_backward_sm90")
+WITH_ALIBI = WITH_INTERVALS = (*WITH_DROPOUT, "wgmma_fused_backward_sm90")
 
 #: The kernels that add up dq in any order, and take some calls with deterministic=False alone.
 UNORDERED = ("wgmma_fused_backward_sm90",)

@@ -41,7 +41,7 @@ constexpr int64_t kFusedCounterBytes = 256;
 constexpr int kOrderedHeadDim = 64; // of calls that take sums of one order without options that ask for them, at most
 constexpr int kLightLeast = 128;    // queries and keys of calls of the kind kLight
 
-static int fused_kind(const fa_forward &f) { return f.mask.data || f.alibi.data ? kLight : backward_kind(f); }
+static int fused_kind(const fa_forward &f) { return has_map(f) || f.alibi.data ? kLight : backward_kind(f); }
 
 /* Its row blocks have fused_tile_q() queries. */
 static SequenceTiles tiles_of(const fa_problem *problem, int columns) {
@@ -82,7 +82,7 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
         own->room = room_of_sequences(own->rows_at, tiles_of(problem, own->columns));
         own->rows_at = own->room.end;
     }
-    if (f.mask.data) {
+    if (has_map(f)) {
         own->map_at = own->rows_at;
         own->rows_at = divide_up(fused_map(mapped_call(f), own->map_at).bytes, 256) * 256;
     }
@@ -189,10 +189,10 @@ template <size_t N> int widest_ordered(const Instance (&instances)[N], int kind)
     return most;
 }
 
-/* Whether a mask or slopes of ALiBi stand beside what their instances take. */
+/* Whether a mask, intervals or slopes of ALiBi stand beside what their instances take. */
 static bool light_fits(const fa_problem *problem, fa_why *why) {
     const fa_forward &f = problem->backward.forward;
-    const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI);
+    const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS);
     if (!light) return true;
     const bool sequences = problem->sequences.given;
     if (sequences)
@@ -313,7 +313,7 @@ static fa_code fused_sequences(const fa_problem *problem, const FusedOwn &own, F
 
 static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
 
-/* Launches the pair map of a call with a mask, and says where it is. */
+/* Launches the pair map of a call with a mask or intervals, and says where it is. */
 static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_forward &f = p.forward, mapped = mapped_call(f);
     char *const workspace = static_cast<char *>(launch.workspace);
@@ -326,8 +326,8 @@ static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork 
     work->finish.row_blocks = workspace + own.rows_at;
     light.alibi = f.alibi.data != nullptr;
     light.diagonal = int(f.diagonal);
-    work->rows.mask = f.mask, work->rows.slopes = f.alibi;
-    if (!f.mask.data || f.key_end <= f.key_begin || f.seq_q == 0) return FA_OK;
+    work->rows.mask = f.mask, work->rows.slopes = f.alibi, work->rows.intervals = intervals_of(f);
+    if (!has_map(f) || f.key_end <= f.key_begin || f.seq_q == 0) return FA_OK;
     const MapPlan plan = fused_map(mapped, own.map_at);
     light.map = pair_map_of_keys(plan, launch), light.map_key = int(mapped.key_begin);
     steps.map = pair_map(plan, launch), steps.map_key = light.map_key;

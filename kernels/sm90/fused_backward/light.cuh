@@ -1,12 +1,15 @@
-/* What an instance of the kind kLight has besides a range of keys a query: a boolean mask, as a pair map with keys as
- * rows, and ALiBi, each by a flag of the launch.
+/* What an instance of the kind kLight has besides a range of keys a query: a boolean mask and intervals, as a pair map
+ * with keys as rows, and ALiBi, each by a flag of the launch.
  *
  * Hidden pairs have 0 in place of P and dT by selection: what their scores, or the rows of queries and keys, hold
  * reaches nothing. Of queries that the mask hides from all keys not even 0 times Q and dO may be taken, which NaN
  * outlasts: the rows kernel marks them, and their rows of a stage are cleared before they are multiplied. */
 #pragma once
-#include "common/alibi.cuh"   // slope_of
-#include "common/dropout.cuh" // permute_bytes
+#include <climits> // INT_MAX
+
+#include "common/alibi.cuh"     // slope_of
+#include "common/dropout.cuh"   // permute_bytes
+#include "common/intervals.cuh" // Intervals
 #include "sm90/fused_backward/step.cuh"
 #include "sm90/score/pair_map.cuh"
 
@@ -19,7 +22,7 @@ struct alignas(16) LightStep {
 };
 
 struct LightScore {
-    PairMap map;  // rows are keys from `map_key` on, columns are queries; words NULL: no mask
+    PairMap map;  // rows are keys from `map_key` on, columns are queries; words NULL: neither mask nor intervals
     int map_key;  // a multiple of a tile's keys, counted as in k
     bool alibi;   // row blocks have slopes
     int diagonal; // query i stands at key i + diagonal
@@ -51,15 +54,20 @@ __device__ __forceinline__ float slope_in_base_2(const fa_operand &slopes, int b
     return slope < -5.7e29f ? -5.7e29f : slope;
 }
 
-/* Whether the mask leaves a query none of the keys that it sees by its range. The warp calls it. */
+/* Whether the mask and the intervals leave a query none of the keys that it sees by its range. The warp calls it. */
 template <class Call>
-__device__ __forceinline__ bool mask_hides_all(const fa_operand &mask, const Call &call, int batch, int head, int row,
-                                               int lane) {
+__device__ __forceinline__ bool all_hidden(const fa_operand &mask, const Intervals &intervals, const Call &call,
+                                           int batch, int head, int row, int lane) {
     const auto *from = static_cast<const uint8_t *>(mask.data) + batch * mask.stride[0] + head * mask.stride[1] +
                        row * mask.stride[2] + call.key_begin * mask.stride[3];
     const Span<int> keys = row_span(call.visible, row);
-    for (int key = keys.begin; key < keys.end; key += 32)
-        if (__any_sync(~0u, key + lane < keys.end && from[(key + lane) * mask.stride[3]])) return false;
+    Held held = {{{0, INT_MAX}, {0, 0}}};
+    if (intervals.begins) held = intervals.of_query(batch, head, row);
+    for (int key = keys.begin; key < keys.end; key += 32) {
+        const int own = key + lane;
+        const bool seen = own < keys.end && held.holds(own + call.key_begin);
+        if (__any_sync(~0u, seen && (!mask.data || from[own * mask.stride[3]]))) return false;
+    }
     return true;
 }
 

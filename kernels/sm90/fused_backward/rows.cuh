@@ -81,6 +81,7 @@ struct DropoutRowsParams : OrderedRowsParams {
 
 struct LightRowsParams : DropoutRowsParams {
     fa_operand mask, slopes; // data NULL: none
+    Intervals intervals;     // begins NULL: none
 };
 
 template <class Params> inline constexpr bool kOfSequences = requires(const Params &p) { p.list; };
@@ -103,16 +104,17 @@ template <class Params> inline constexpr bool kIsLight = std::is_same_v<Params, 
 template <class Params, int TileQ>
 using RowBlockOfRows = std::conditional_t<kIsLight<Params>, LightRowBlock<TileQ>, FusedRowBlock<TileQ>>;
 
-/* Which of 16 queries from `first` the mask leaves no key of those that they see; a lane has `row`, or none that sees.
- * Without a sink the LSE says it; with one that is a row of the sink alone, or of keys that count for nothing. */
+/* Which of 16 queries from `first` the mask and the intervals leave no key of those that they see; a lane has `row`, or
+ * none that sees. Without a sink the LSE says it; with one that is a row of the sink alone, or of keys that count for
+ * nothing. */
 template <class Call>
 __device__ __forceinline__ uint32_t unseeing_rows(const LightRowsParams &p, const Call &call, int batch, int head,
                                                   int first, int row, bool sees, float lse, int lane) {
-    if (!p.mask.data) return 0;
+    if (!p.mask.data && !p.intervals.begins) return 0;
     if (!p.sinks) return __reduce_or_sync(~0u, uint32_t(sees && lse == -INFINITY) << (row - first));
     uint32_t unseeing = 0;
     for (int i = 0; i < 16; ++i)
-        if (row_sees(call, first + i) && mask_hides_all(p.mask, call, batch, head, first + i, lane))
+        if (row_sees(call, first + i) && all_hidden(p.mask, p.intervals, call, batch, head, first + i, lane))
             unseeing |= 1u << i;
     return unseeing;
 }

@@ -38,8 +38,8 @@ FA_DEFINE_KERNEL(wgmma_dropout_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE |
-             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT |
+             FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = fa::sm90::dropout_plan,
     .launch = fa::sm90::dropout_launch,
 };

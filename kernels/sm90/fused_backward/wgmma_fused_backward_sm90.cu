@@ -70,8 +70,8 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE |
-             FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
+    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW |
+             FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
 };

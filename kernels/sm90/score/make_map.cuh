@@ -29,6 +29,7 @@ struct MapParams {
         *mask; // of the call's first visible key; (B, H, Sq, Sk), an axis of extent 1 has stride 0; NULL: none
     int64_t stride[4];
     Intervals intervals;
+    bool exact;               // intervals are in the words, too, as a mask would be
     int key_begin;            // the call's first visible key
     int heads, rows, columns; // extents of the map; a block's where it is the same along the axis
     int row_blocks, column_blocks, bit_words;
@@ -123,6 +124,24 @@ __device__ __forceinline__ RowsHeld rows_held(const MapParams &p, int batch, int
             __reduce_min_sync(0xffffffff, held.end_least), __reduce_max_sync(0xffffffff, held.end_most)};
 }
 
+/* Which of 16 keys from `column` on the intervals of queries `row` and row + 8 hold, as halves of a word. */
+__device__ __forceinline__ uint32_t held_pairs(const MapParams &p, int batch, int head, int row, int column) {
+    const auto below = [](int end) { return (1u << max(0, min(16, end))) - 1; };
+    uint32_t both = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= p.rows) continue;
+        const Held held = p.intervals.of_query(batch, head, row + 8 * r);
+#pragma unroll
+        for (const Span<int> &keys : held.of) {
+            const int first = column + p.key_begin;
+            both |= (below(keys.end - first) & ~below(keys.begin - first)) << 16 * r;
+        }
+    }
+    const uint32_t there = bits_there(p, column);
+    return both & (there | there << 16);
+}
+
 static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ MapParams p) {
     __shared__ alignas(8) uint16_t bits[2][kMapBlock][4]; // of two blocks in turn
     __shared__ uint32_t flags[4][2];
@@ -137,9 +156,10 @@ static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ M
         for (int n = threadIdx.x; n < p.zero_count; n += 128) p.zeros[n] = 0;
 
     uint32_t seen = 0, partial = 0; // of the chunk's blocks, by this lane's pairs
-    const int count = p.mask ? min(kMapChunk, p.column_blocks - chunk * kMapChunk) : 0;
-    if (!p.mask) seen = ~0u;
+    const int count = p.mask || p.exact ? min(kMapChunk, p.column_blocks - chunk * kMapChunk) : 0;
+    if (!p.mask && !p.exact) seen = ~0u;
     uint32_t pairs[kMapChunk];
+    for (uint32_t &both : pairs) both = ~0u;
     if (p.mask)
         mask_pairs(pairs, p, mask, row, chunk * kMapChunk * kMapBlock + lane % 4 * 16, count,
                    (chunk + 1) * kMapChunk * kMapBlock <= p.columns && (row_block + 1) * kMapBlock <= p.rows);
@@ -147,6 +167,7 @@ static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ M
     for (int n = 0; n < kMapChunk; ++n) {
         if (n >= count) break;
         const int block = chunk * kMapChunk + n, column = block * kMapBlock + lane % 4 * 16;
+        if (p.exact) pairs[n] &= held_pairs(p, batch, head, row, column);
         const uint32_t low = pairs[n] & 0xffff, high = pairs[n] >> 16, there = bits_there(p, column);
         seen |= uint32_t((low | high) != 0) << n;
         partial |= uint32_t((row < p.rows && low != there) || (row + 8 < p.rows && high != there)) << n;
@@ -176,7 +197,7 @@ static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ M
     __syncthreads();
     if (warp != 0) return;
     for (int n = 1; n < 4; ++n) seen |= flags[n][0], partial |= flags[n][1];
-    if (p.intervals.begins) { // a lane a block
+    if (p.intervals.begins && !p.exact) { // a lane a block
         const int first = (chunk * kMapChunk + lane) * kMapBlock, end = min(first + kMapBlock, p.columns);
         bool meets = false, holds = false;
 #pragma unroll
@@ -219,7 +240,7 @@ inline MapPlan map_plan(const fa_forward &p, int64_t keys, bool words, bool by_k
     m.batch = m.step[0] ? int(p.batch) : 1, m.heads = m.step[1] ? int(p.heads) : 1;
     m.row_blocks = blocks(2, p.seq_q), m.column_blocks = blocks(3, keys);
     m.bit_words = int(divide_up(m.column_blocks, 32));
-    words = words && p.mask.data, by_keys = by_keys && p.mask.data;
+    words = words && p.mask.data, by_keys = by_keys && has_map(p);
     const int64_t pairs = m.planes() * m.row_blocks * m.column_blocks * (4 * 32 * sizeof(uint32_t));
     m.bits = first, first += 2 * m.bit_bytes();
     m.words = words ? first : -1, first += words ? pairs : 0;
@@ -266,6 +287,7 @@ inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, u
     if (p.mask.data) params.mask = static_cast<const uint8_t *>(p.mask.data) + p.key_begin * p.mask.stride[3];
     for (int axis = 0; axis < 4; ++axis) params.stride[axis] = p.mask.data ? p.mask.stride[axis] : 0;
     params.intervals = intervals_of(p);
+    params.exact = m.by_keys >= 0 && p.intervals.data;
     params.key_begin = static_cast<int>(p.key_begin);
     params.heads = m.heads;
     params.rows = m.step[2] ? static_cast<int>(p.seq_q) : kMapBlock;
