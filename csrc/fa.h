@@ -291,12 +291,14 @@ typedef struct fa_append {
     bool interleaved; /* pairs are neighbours, not half of R apart */
 } fa_append;
 
-/* Ids of documents -> where documents begin, as starts of packed sequences (documents.h). */
+/* Ids of documents -> where documents begin, as starts of packed sequences, or intervals of what their tokens see
+ * (documents.h). The result is int32; its data may be NULL while only planning. */
 typedef struct fa_documents {
-    fa_operand ids;    /* (B, S) in stride[0] and stride[1], of `dtype`: FA_I32 or FA_I64 */
-    fa_operand starts; /* (count + 1) in stride[0], int32; data may be NULL while only planning */
-    int64_t batch, seq, count;
-    fa_dtype dtype;
+    fa_operand ids, spans; /* (B, S) in stride[0] and stride[1], FA_I32 or FA_I64; of intervals data NULL: none */
+    fa_operand starts;     /* (count + 1) in stride[0]; or intervals (B, S, 2) in stride[0] to stride[2] */
+    int64_t batch, seq, count, window; /* 0: none */
+    fa_dtype dtype, spans_dtype;
+    bool intervals, causal;
 } fa_documents;
 
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */

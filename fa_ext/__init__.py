@@ -2,7 +2,7 @@
 
 ``attention(q, k, v, ...)`` runs hand-written C and CUDA kernels on the arrays it is given and returns the result in the
 caller's own kind; ``attention_backward(dout, q, k, v, out, lse, ...)`` its gradients. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
-holds a call against float64, ``merge()`` joins results over parts of the keys, ``documents()`` makes sequences of ids,
+holds a call against float64, ``merge()`` joins results over parts of the keys, ``documents()`` makes sequences of ids, ``document_intervals()`` intervals,
 ``to_device()`` and ``to_numpy()`` copy.
 """
 
@@ -30,6 +30,7 @@ try:
         append,
         attention,
         attention_backward,
+        document_intervals,
         documents,
         explain,
         explain_append,
@@ -60,6 +61,7 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "document_intervals",
     "documents",
     "dropout_keep",
     "explain",

@@ -1,4 +1,5 @@
-/* documents: ids of documents -> where each begins, as starts of packed sequences.
+/* documents: ids of documents -> where each begins, as starts of packed sequences; or what their tokens see, as
+ * intervals (common/document_intervals.cuh).
  *
  * A document begins at the first id of a row, and where an id differs from the one before it. The blocks of one cluster
  * share the ids: each counts those beginnings in its share, tells the others over distributed shared memory, and writes
@@ -9,14 +10,15 @@
  *
  * @pass-an-arch
  */
-#include <algorithm> // std::max
+#include <algorithm> // std::max, std::min
 
 #include "common/chaos.cuh"   // FA_CHAOS_BEGIN
 #include "common/cluster.cuh" // cluster_arrive, cluster_store
-#include "common/faults.cuh"  // count_fault
-#include "common/launch.cuh"  // FA_CUDA_TRY
-#include "common/ptx.cuh"     // shared_address
-#include "fa.h"               // fa_documents
+#include "common/document_intervals.cuh"
+#include "common/faults.cuh" // count_fault
+#include "common/launch.cuh" // FA_CUDA_TRY
+#include "common/ptx.cuh"    // shared_address
+#include "fa.h"              // fa_documents
 
 namespace fa {
 namespace {
@@ -123,7 +125,8 @@ __global__ void __launch_bounds__(kThreads) documents_kernel(const __grid_consta
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *) {
     const fa_documents &p = problem->documents;
     plan->threads = kThreads;
-    plan->blocks = 1;
+    plan->blocks = p.intervals ? std::min<int64_t>(p.batch, device->sm_count * 2) : 1;
+    if (p.intervals) return FA_TAKES;
     while (device->cc >= 90 && plan->blocks < kMostBlocks && std::max(p.batch * p.seq, p.count) > plan->blocks * kShare)
         plan->blocks *= 2;
     return FA_TAKES;
@@ -148,6 +151,7 @@ fa_code launch_as(const Args &args, const fa_problem *problem, const fa_plan *pl
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_documents &p = problem->documents;
+    if (p.intervals) return fa_start(document_intervals_kernel, plan->blocks, kTokens, 0, *launch, token_args(p));
     const int64_t ids = p.batch * p.seq, shares = (ids + kShare - 1) / kShare;
     Args args = {};
     args.ids = p.ids, args.starts = p.starts, args.count = p.count;
@@ -167,7 +171,7 @@ FA_DEFINE_KERNEL(documents) = {
     .op = FA_DOCUMENTS,
     .device = FA_CUDA,
     .name = "documents",
-    .summary = "where documents begin, from their ids: the blocks of one cluster share the scan",
+    .summary = "where documents begin, by the blocks of one cluster, or what their tokens see, a row a block",
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = 1 << FA_I32 | 1 << FA_I64,

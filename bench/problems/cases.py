@@ -347,6 +347,11 @@ def _hopper(case):
     return _is_fast_case(case, 256) and case.head_dim == case.head_dim_v and not (case.bias or case.mask)
 
 
+def _hopper_dense(case):
+    dressed = case.mask or case.alibi or case.intervals
+    return _is_fast_case(case, 256) and case.head_dim == case.head_dim_v and not case.bias and not (case.softcap and dressed)
+
+
 def _hopper_split(case):
     return _hopper(case) and case.head_dim <= 128 and case.visible_pairs() > 0
 
@@ -359,7 +364,7 @@ _MUST_ACCEPT = {
     "cublas": lambda case: _is_device_case(case) and case.strides in (*_ALIGNED, "odd"),
     "wmma": lambda case: case.dtype in HALVES and max(case.head_dim, case.head_dim_v) <= 128,
     "mma_sm80": lambda case: case.dtype in HALVES,
-    "wgmma_sm90": _hopper,
+    "wgmma_sm90": _hopper_dense,
     "wgmma_dropout_sm90": lambda case: _hopper(case) and case.head_dim <= 128 and not case.softcap,
     "serve_sm90": _hopper,
     "prefill_sm90": _hopper,
@@ -368,9 +373,9 @@ _MUST_ACCEPT = {
 #: Kernels of packed queries alone, which take no dense call.
 OF_PACKED_QUERIES = ("packed_sm90",)
 WITH_BOTH = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
-WITH_INTERVALS = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
+WITH_INTERVALS = (*WITH_BOTH, "wgmma_sm90")
 WITH_DROPOUT = (*WITH_BOTH, "wgmma_dropout_sm90")
-WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90", "packed_sm90")
+WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90", "packed_sm90", "wgmma_sm90")
 
 
 def must_accept(kernel: str, case: Case) -> bool:

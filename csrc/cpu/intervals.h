@@ -23,7 +23,7 @@ static inline bool fa_holds(const fa_held *held, int64_t key) {
     return (held->of[0].begin <= key && key < held->of[0].end) || (held->of[1].begin <= key && key < held->of[1].end);
 }
 
-/* What both ranges hold; empty ones are {0, 0}. */
+/* The keys that are in both ranges; empty ones are {0, 0}. */
 static inline fa_span fa_span_cut(fa_span a, fa_span b) {
     const fa_span cut = {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
     return cut.begin < cut.end ? cut : (fa_span){0, 0};

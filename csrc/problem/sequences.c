@@ -91,16 +91,21 @@ static fa_code check_segments(const fa_request *request, fa_status *status) {
 static const char *sequence_argument(const fa_request *request) {
     for (int n = 0; n < FA_OPERAND_COUNT; n++)
         if (fa_operands[n].role == FA_ROLE_INDEX && fa_request_view(request, (fa_operand_number)n))
-            return request->q_segments || request->k_segments ? "segments" : fa_operands[n].words;
+            return fa_operands[n].words;
     return NULL;
 }
 
 static fa_code check_intervals(const fa_request *request, fa_status *status) {
     static const char *const where =
         "intervals belong to dense arrays; view a packed batch as B = 1 and give them for its rows";
+    if (!request->intervals) return FA_OK;
     const char *other = sequence_argument(request);
     const fa_view *packed = request->q->ndim == 3 ? request->q : request->k;
-    if (!request->intervals) return FA_OK;
+    if (request->q_segments || request->k_segments)
+        return fa_fail(
+            status, FA_EVALUE,
+            "intervals and segments are both given; accepted: one; document_intervals() makes intervals of ids "
+            "that lie in runs");
     if (other) return fa_fail(status, FA_EVALUE, "intervals and %s are both given; %s", other, where);
     if (packed->ndim != 3) return FA_OK;
     return fa_fail(status, FA_EVALUE, "intervals is given, but %s is packed, shape %s; %s",

@@ -159,6 +159,8 @@ PyObject *fa_operands_py(PyObject *module, PyObject *unused);
 
 /* copy.c */
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);
+/* document_intervals.c */
+PyObject *fa_document_intervals(PyObject *module, PyObject *args, PyObject *keywords);
 
 /* kernels.c */
 PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused);

@@ -115,6 +115,41 @@ PyDoc_STRVAR(time_launches_doc, "time_launches($module, count, /, q, k, v, **opt
                                 "Host seconds a bare launch takes: one call, prepared once and launched `count` times\n"
                                 "from an empty queue. What attention() costs above it is the front end's.");
 
+PyDoc_STRVAR(
+    document_intervals_doc,
+    "document_intervals($module, ids=None, *, spans=None, causal=True, window=None, out=None, stream=None)\n--\n\n"
+    "Ids of documents -> what their tokens see, as intervals= of attention() takes it.\n"
+    "\n"
+    "Token i of a document [s, e) sees the keys from max(s, i - window + 1) on up to i; up to e without causal; up to\n"
+    "the end of its span, within the document, where it is in one.\n"
+    "\n"
+    "Parameters\n"
+    "----------\n"
+    "ids : int32 or int64 array, (B, S), or None\n"
+    "    The document of each token: each maximal run of equal ids in a row is one. None: a row is one.\n"
+    "spans : int32 or int64 array, (B, S), or None\n"
+    "    Runs of one positive number are spans, whose tokens see each other both ways, as those of an image do; 0: "
+    "none.\n"
+    "    ids or spans is given. Any strides, any values.\n"
+    "causal : bool\n"
+    "    False: a token sees its document to the end, and there are no spans.\n"
+    "window : int or None\n"
+    "    Keys that a token sees to the left, its own included, as models count them; 1 or more.\n"
+    "out : int32 array, (B, 1, S, 2), or None\n"
+    "    Where the result goes, with any strides.\n"
+    "stream : int, object with __cuda_stream__, or None\n"
+    "    As in attention().\n"
+    "\n"
+    "Returns\n"
+    "-------\n"
+    "int32 array of ids' kind, (B, 1, S, 2)\n"
+    "    On a device one kernel makes it, and nobody waits.\n"
+    "\n"
+    "Raises\n"
+    "------\n"
+    "ValueError, TypeError, BufferError\n"
+    "    As attention(). Nothing is written then. FA_EXT_KERNEL_DOCUMENTS names the kernel.");
+
 /* ---- calls within calls ---- */
 
 /* Whatever gives an array or a number, such as __dlpack__ or __index__, may call the module again. A call takes some
@@ -152,6 +187,10 @@ static PyObject *to_numpy(PyObject *module, PyObject *object) {
     return end_call(begin_call() ? fa_to_numpy(module, object) : NULL);
 }
 
+static PyObject *document_intervals(PyObject *module, PyObject *args, PyObject *keywords) {
+    return end_call(begin_call() ? fa_document_intervals(module, args, keywords) : NULL);
+}
+
 static PyObject *device_info(PyObject *module, PyObject *index) {
     return end_call(begin_call() ? fa_device_info_py(module, index) : NULL);
 }
@@ -165,6 +204,8 @@ static PyMethodDef core_methods[] = {
 #undef FA_METHOD
         {"to_numpy", to_numpy, METH_O, to_numpy_doc},
     {"time_launches", (PyCFunction)(void (*)(void))time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},
+    {"document_intervals", (PyCFunction)(void (*)(void))document_intervals, METH_VARARGS | METH_KEYWORDS,
+     document_intervals_doc},
     {"loaded", fa_loaded_kernels, METH_NOARGS,
      "loaded($module, /)\n--\n\nKernels loaded at run time: {name: (path, summary)}."},
     {"build_info", fa_build_info, METH_NOARGS,

@@ -1,7 +1,8 @@
-"""Serving: attention over pages, into memory of the caller's or with ``max_seqlen_q``, ``append``, ``merge`` and ``documents``.
+"""Serving: attention over pages, into memory of the caller's or with ``max_seqlen_q``, ``append``, ``merge``, ``documents`` and
+``document_intervals``.
 
-Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append``, ``.merge`` and
-``.documents``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
+Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append``, ``.merge``,
+``.documents`` and ``.document_intervals``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
 has a derivative.
 """
 
@@ -258,3 +259,25 @@ def documents(ids, *, count=None, check=None, kernel=None):
     if traced(ids):
         return documents_op(ids, ids.numel() if count is None else count, check, kernel)
     return _plainly(_core.documents)(ids, **_given(count=count, check=check, kernel=kernel))
+
+
+def _fake_intervals(ids, spans, *rest):
+    first = spans if ids is None else ids
+    if first.dim() != 2:
+        raise ValueError(f"{'spans' if ids is None else 'ids'} has {first.dim()} axes; accepted: 2")
+    return first.new_empty((first.shape[0], 1, first.shape[1], 2), dtype=torch.int32)
+
+
+@operator("document_intervals", _fake_intervals)
+def intervals_op(ids: Optional[Tensor], spans: Optional[Tensor], causal: bool, window: Optional[int]) -> Tensor:
+    return _core.document_intervals(ids, spans=spans, causal=causal, window=window)
+
+
+def document_intervals(ids=None, *, spans=None, causal=True, window=None):
+    """``intervals`` of ``attention`` from the document and the span of each token: ``fa_ext.document_intervals``, whose arguments, shapes and errors
+    these are. Under torch.compile the call is the operator ``torch.ops.fa_ext.document_intervals``."""
+    given = [x for x in (ids, spans) if x is not None]
+    if given and traced(*given):
+        refuse_others(optional=True, ids=ids, spans=spans)
+        return intervals_op(ids, spans, causal, window)
+    return _plainly(_core.document_intervals)(ids, spans=spans, causal=causal, window=window)

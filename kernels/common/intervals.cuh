@@ -3,27 +3,27 @@
 
 #include <stdint.h> // int32_t, int64_t
 
-#include "common/mask.cuh" // KeyRange
+#include "common/mask.cuh" // Span
 #include "fa.h"            // fa_forward
-#include "geometry.h"      // fa_interval
+#include "geometry.h"      // fa_index
 
 namespace fa {
 
-/* The keys that the intervals of a query hold: those of one, or of the other. */
+/* The keys that the intervals of a query hold: those of one, or of the other. Ends fit in 32 bits as they come. */
 struct Held {
-    KeyRange of[2];
+    Span<int> of[2];
 
     __device__ __forceinline__ bool holds(int64_t key) const {
         return (of[0].begin <= key && key < of[0].end) || (of[1].begin <= key && key < of[1].end);
     }
 
     /* The smallest range that has all keys of `keys` that are held; {0, 0} when there are none. */
-    __device__ __forceinline__ KeyRange within(const KeyRange &keys) const {
-        KeyRange all = {0, 0};
+    template <class Int> __device__ __forceinline__ Span<Int> within(const Span<Int> &keys) const {
+        Span<Int> all = {0, 0};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            const KeyRange one = {of[n].begin > keys.begin ? of[n].begin : keys.begin,
-                                  of[n].end < keys.end ? of[n].end : keys.end};
+            const Int begin = of[n].begin, end = of[n].end;
+            const Span<Int> one = {begin > keys.begin ? begin : keys.begin, end < keys.end ? end : keys.end};
             if (one.empty()) continue;
             const bool first = all.empty();
             all = {first || one.begin < all.begin ? one.begin : all.begin,
@@ -33,10 +33,10 @@ struct Held {
     }
 
     /* Keys between those of one and those of the other; empty where the two meet. */
-    __device__ __forceinline__ KeyRange gap() const {
+    __device__ __forceinline__ Span<int> gap() const {
         if (of[0].empty() || of[1].empty()) return {0, 0};
         const bool swapped = of[1].begin < of[0].begin;
-        return {of[swapped].end, of[!swapped].begin};
+        return {swapped ? of[1].end : of[0].end, swapped ? of[0].begin : of[1].begin};
     }
 };
 
@@ -45,22 +45,23 @@ struct Intervals {
     const int32_t *begins;
     int64_t stride[4]; // of the batch entry, the head, the query and the interval
     int64_t to_end;
-    int64_t keys;
-    int count;
+    int keys;  // that there are, or as many as an end can name
+    int count; // 0 without intervals
 
-    /* Read where it is used, or once: somebody may write there meanwhile. */
+    /* Of a query, where there are intervals. Read where it is used, or once: somebody may write there meanwhile. */
     __device__ __forceinline__ Held of_query(int64_t batch, int64_t head, int64_t query) const {
-        Held held = {{{0, keys}, {0, 0}}};
-        if (!begins) return held;
+        Held held = {{{0, 0}, {0, 0}}};
         const int32_t *first = begins + batch * stride[0] + head * stride[1] + query * stride[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             if (n == count) break;
-            const fa_span span = fa_interval(first + n * stride[3], to_end, keys);
-            held.of[n] = {span.begin, span.end};
+            held.of[n] = {cut(fa_index(first, n * stride[3])), cut(fa_index(first, n * stride[3] + to_end))};
         }
         return held;
     }
+
+  private:
+    __device__ __forceinline__ int cut(int end) const { return min(max(end, 0), keys); }
 };
 
 inline Intervals intervals_of(const fa_forward &p) {
@@ -68,7 +69,7 @@ inline Intervals intervals_of(const fa_forward &p) {
     return {static_cast<const int32_t *>(p.intervals.data),
             {stride[0], stride[1], stride[2], stride[3]},
             p.intervals_end,
-            p.seq_k,
+            p.seq_k < INT32_MAX ? static_cast<int>(p.seq_k) : INT32_MAX,
             p.intervals_count};
 }
 

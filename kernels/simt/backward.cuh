@@ -24,6 +24,21 @@ namespace simt_backward {
 
 /* ---- rows ---- */
 
+/* The keys that a query's intervals hold; all without intervals. */
+struct HeldKeys {
+    bool some;
+    fa::Held held;
+
+    __device__ __forceinline__ HeldKeys(const fa::Intervals &intervals, int64_t b, int64_t h, int64_t i)
+        : some(intervals.begins), held() {
+        if (some) held = intervals.of_query(b, h, i);
+    }
+    __device__ __forceinline__ fa::KeyRange within(const fa::KeyRange &keys) const {
+        return some ? held.within(keys) : keys;
+    }
+    __device__ __forceinline__ bool operator()(int64_t key) const { return !some || held.holds(key); }
+};
+
 /* Of a query that sees the keys [begin, end) but for bias and mask, and for those that are not `among`. */
 template <class... Among>
 __device__ inline bool sees_nothing(const fa::AttentionParams &f, const fa::KeyRange &keys, int64_t b, int64_t h,
@@ -79,9 +94,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
         const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
-        const fa::Held held = work.intervals.of_query(b, h, i);
-        work.rows[n] =
-            row_values<T>(p, held.within(fa::row_keys(f, i)), b, h, i, [&](int64_t j) { return held.holds(j); });
+        const HeldKeys held(work.intervals, b, h, i);
+        work.rows[n] = row_values<T>(p, held.within(fa::row_keys(f, i)), b, h, i, held);
     }
 }
 
@@ -342,9 +356,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         double sum = 0;
         for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += kThreads) {
             const int64_t b = n / f.seq_q, i = n % f.seq_q;
-            const fa::Held held = intervals.of_query(b, h, i);
-            const auto among = [&](int64_t j) { return held.holds(j); };
-            if (sees_nothing(f, held.within(fa::row_keys(f, i)), b, h, i, among)) // the sink has all the weight
+            const HeldKeys held(intervals, b, h, i);
+            if (sees_nothing(f, held.within(fa::row_keys(f, i)), b, h, i, held)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             else
                 sum -= fa::sink_weight(sink, lse_of(p.lse, b, h, i)) * delta_of<T>(p, b, h, i);

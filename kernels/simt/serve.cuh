@@ -74,14 +74,15 @@ __device__ __forceinline__ void place_intervals(const Intervals &intervals, cons
                                                 Shared<t> &shared) {
     const int lane = threadIdx.x;
     if (lane >= kWarp) return;
-    KeyRange seen = {0, 0}, gap = {0, 0};
+    KeyRange seen = {0, 0};
+    Span<int> gap = {0, 0};
     if (lane < t.block_m && spot.query + lane < spot.entry.seq_q) {
         const Held held = intervals.of_query(spot.batch, head, spot.query + lane);
         QueryRow &row = shared.query[lane];
-        seen = held.within({row.begin, row.end}), gap = held.gap();
+        seen = held.within(KeyRange{row.begin, row.end}), gap = held.gap();
         row.begin = seen.begin, row.end = seen.end;
     }
-    if (lane < t.block_m) shared.gap[lane] = {int(gap.begin), int(gap.end)};
+    if (lane < t.block_m) shared.gap[lane] = gap;
     const fa_span all = bounds_of(seen.empty() ? INT64_MAX : seen.begin, seen.end);
     if (lane == 0) shared.held = all;
 }

@@ -63,8 +63,10 @@ fa_code launch_dtype(const ArgsOf<kFamily == Family::kSequences> &args, fa_mma_k
             FA_TRY(fa_start(place_sequences<kPlaceThreads>, 1, kPlaceThreads, 0, launch, args.sequences));
     const int64_t heads = int64_t(args.pairs) * args.group;
     constexpr int kRows = kRowsWarps * 32 / row_lanes(D); // of a block
-    FA_TRY(fa_start(backward_rows<T, D, kSequences>, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0,
-                    launch, args));
+    auto rows = backward_rows<T, D, kSequences>;
+    if constexpr (kFamily == Family::kDense)
+        if (args.intervals.begins) rows = backward_rows<T, D, false, true>;
+    FA_TRY(fa_start(rows, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0, launch, args));
     if (args.problem.wants >> FA_GRAD_SINKS & 1) {
         const int64_t of_head = kSequences ? sink_parts<true>(args) : 1;
         FA_TRY(fa_start(backward_sink_parts<T, kSequences>, heads * of_head, kSinksThreads, 0, launch, dense));

@@ -14,22 +14,23 @@ namespace fa {
 
 constexpr int kRowsWarps = 8, kSinksThreads = 128;
 
-/* Whether band, intervals, segments, mask and bias leave query i no key. For a whole warp. */
-template <class Entry>
+/* Whether band, intervals (kHeld: there are some), segments, mask and bias leave query i no key. For a whole warp. */
+template <class Entry, bool kHeld>
 __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, const Band &visible, int64_t b, int64_t h,
                                              int i) {
     const AttentionParams &f = args.problem.forward;
     const Segments segments = segments_in<Entry>(args);
-    KeyRange keys = {begin_of(visible, i), end_of(visible, i)};
-    Held held = {{keys, {0, 0}}};
-    if (has_intervals<Entry>(args)) {
-        held = args.intervals.of_query(b, h, i);
-        keys = held.within(keys);
+    int begin = begin_of(visible, i), end = end_of(visible, i);
+    Span<int> gap = {0, 0}; // keys between two intervals
+    if constexpr (kHeld) {
+        const Held held = args.intervals.of_query(b, h, i);
+        const Span<int> keys = held.within(Span<int>{begin, end});
+        begin = keys.begin, end = keys.end;
+        gap = held.gap();
     }
-    const int begin = int(keys.begin), end = int(keys.end);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
-        bool shown = j < end && held.holds(j);
+        bool shown = j < end && (!kHeld || j < gap.begin || j >= gap.end);
         if (shown && segments.q) shown = segments.of_query(b, i) == segments.of_key(b, j);
         if (shown && f.mask.data) shown = mask_row(f, b, h, i)[j * f.mask.stride[3]];
         if (shown && f.bias.data) shown = bounded(bias_of(f, bias_row(f, b, h, i), j)) != -INFINITY;
@@ -85,7 +86,7 @@ template <> struct RowsEntry<true> : BackwardEntry<true> {
 };
 
 /* Fills args.rows, `row_lanes` lanes a query. A warp's queries are of one head, and of one sequence. */
-template <typename T, int kHeadDim, bool kSequences>
+template <typename T, int kHeadDim, bool kSequences, bool kHeld = false>
 __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_constant__ ArgsOf<kSequences> args) {
     FA_CHAOS_BEGIN();
     constexpr int kLanes = row_lanes(kHeadDim), kQueries = 32 / kLanes; // of a warp
@@ -105,10 +106,9 @@ __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_co
         const int i = first + mine;
         const auto &visible = entry.visible(args);
         bool nothing = i >= (kSequences ? entry.seq_q(args) : f.seq_q) || begin_of(visible, i) >= end_of(visible, i);
-        if (f.mask.data || f.bias.data || segments_in<RowsEntry<kSequences>>(args).q ||
-            has_intervals<RowsEntry<kSequences>>(args))
+        if (kHeld || f.mask.data || f.bias.data || segments_in<RowsEntry<kSequences>>(args).q)
             for (int q = 0; q < kQueries && first + q < (kSequences ? entry.seq_q(args) : f.seq_q); ++q) {
-                const bool empty = sees_nothing<RowsEntry<kSequences>>(args, visible, b, h, first + q);
+                const bool empty = sees_nothing<RowsEntry<kSequences>, kHeld>(args, visible, b, h, first + q);
                 if (q == mine) nothing = empty;
             }
         const int at = entry.first_q + i; // in the operands

@@ -53,7 +53,7 @@ __device__ __forceinline__ void hide_others(const BackwardArgs &args, const Entr
 /* -inf in place of what is added to the scores of pairs that intervals leave out, a query after the other. */
 template <bool kQueries, int kRowTiles, int kStep, class Entry>
 __device__ __forceinline__ void hide_unheld(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
-                                             Scores<kRowTiles, kStep> &bias) {
+                                            Scores<kRowTiles, kStep> &bias) {
     constexpr int kCount = kQueries ? 2 * kRowTiles : kStep / 4; // queries of a lane
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const Entry 
         visit(static_cast<const __nv_bfloat16 *>(f.bias.data), f.bias, args.pairs_bias, value);
 }
 
-/* What kExtended makes of that: intervals and ALiBi, which leaves -inf as it is. */
+/* The same with what kExtended has beside: intervals, and ALiBi, which leaves -inf as it is. */
 template <bool kQueries, int kRowTiles, int kStep, class Entry>
 __device__ __forceinline__ void extend_bias(const BackwardArgs &args, const Entry &entry, const PairPlace &place,
                                             Scores<kRowTiles, kStep> &bias) {

@@ -147,8 +147,9 @@ __device__ __forceinline__ void place_intervals(const ServeArgs &args, const Job
     if (const int row = threadIdx.x; row < job.count) {
         const RowPlace at = job.at(args, row);
         ServeRow &mine = shared.row[row];
-        const KeyRange seen = args.intervals.of_query(job.batch, at.head, at.query).within({mine.begin, mine.end});
-        mine.begin = int(seen.begin), mine.end = int(seen.end);
+        const Held held = args.intervals.of_query(job.batch, at.head, at.query);
+        const Span<int> seen = held.within(Span<int>{mine.begin, mine.end});
+        mine.begin = seen.begin, mine.end = seen.end;
         if (!seen.empty()) low = seen.begin, high = seen.end;
     }
     low = join_block(low, shared.joined, [](int64_t a, int64_t b) { return a < b ? a : b; });

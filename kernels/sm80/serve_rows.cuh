@@ -179,8 +179,8 @@ template <class C> struct ServeRows : MmaWarp<C> {
         for (int i = 0; i < 2; ++i) {
             if (row + 8 * i >= job.count) continue;
             const RowPlace at = job.at(args, row + 8 * i);
-            const KeyRange gap = args.intervals.of_query(job.batch, at.head, at.query).gap();
-            const int begin = int(gap.begin) - key, end = int(gap.end) - key;
+            const Span<int> gap = args.intervals.of_query(job.batch, at.head, at.query).gap();
+            const int begin = gap.begin - key, end = gap.end - key;
 #pragma unroll
             for (int j = 0; j < C::kKeys / 8; ++j)
 #pragma unroll

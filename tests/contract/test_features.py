@@ -28,7 +28,7 @@ NEXT_BIT = len(stub.features())
 OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "intervals": cases.WITH_INTERVALS, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
-    "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
+    "wgmma_sm90": ("head_dim of v other than q's",),
     "wgmma_dropout_sm90": ("bias", "boolean mask", "softcap", "head_dim of v other than q's"),
     "wgmma_split_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
     "serve_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),

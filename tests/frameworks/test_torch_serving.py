@@ -191,6 +191,21 @@ def test_documents_is_the_cores(device, backend):
         call(torch.zeros(3, device=device))
 
 
+@pytest.mark.parametrize("backend", ["none", *BACKENDS])
+def test_document_intervals_is_the_cores(device, backend):
+    call = ft.document_intervals if backend == "none" else torch.compile(ft.document_intervals, fullgraph=True, backend=backend, dynamic=True)
+    for shape, dtype in (((2, 9), torch.int64), ((3, 30), torch.int32)):
+        ids, spans = (torch.randint(-1, 2, shape, dtype=dtype, device=device) for _ in range(2))
+        for given in ({"ids": ids}, {"spans": spans, "window": 4}, {"ids": ids, "spans": spans}, {"ids": ids, "causal": False}):
+            assert same(call(**given), fa_ext.document_intervals(**given))
+        torch._dynamo.reset()  # of all that it has compiled for these
+    with pytest.raises(TypeError, match="ids has dtype float32; accepted: int32, int64"):
+        call(torch.zeros(2, 3, device=device))
+    q = torch.randn(2, 4, 9, 8, device=device)
+    intervals = ft.document_intervals(torch.arange(18, device=device).reshape(2, 9) // 4)
+    assert same(ft.attention(q, q, q, intervals=intervals), fa_ext.attention(q, q, q, intervals=intervals))
+
+
 # ---- the operators ----
 
 
@@ -209,6 +224,9 @@ def test_opchecks(device):
     outs, lses = [torch.randn(2, 4, 5, 16, device=device)] * 2, [torch.randn(2, 4, 5, device=device)] * 2
     torch.library.opcheck(torch.ops.fa_ext.merge.default, (outs, lses, None, "bhsd", None))
     torch.library.opcheck(torch.ops.fa_ext.documents.default, (torch.arange(12, device=device) // 5, 12, None, None))
+    ids = torch.arange(12, device=device).reshape(2, 6) // 4
+    for given in ((ids, None, True, None), (None, ids, True, 3), (ids, ids, True, None)):
+        torch.library.opcheck(torch.ops.fa_ext.document_intervals.default, given)
 
 
 def test_mutation_is_declared(device):

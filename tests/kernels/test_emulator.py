@@ -350,6 +350,20 @@ def test_documents(emulated, seed, device):
             np.testing.assert_array_equal(fa_ext.documents(ids, count=count, check=False, kernel=kernel), wanted)
 
 
+def test_document_intervals(emulated, seed, monkeypatch):
+    """By a block a row; some of the rows are several tiles."""
+    kernel = emulated("documents", "h200", device=DEVICES["h200"], races=True)
+    for shape, dtype in (((1, 1), np.int32), ((2, 0), np.int64), ((3, 1024), np.int32), ((2, 3001), np.int64), ((300, 7), np.int32)):
+        rng = np.random.default_rng([seed, *shape])
+        ids, spans = (np.cumsum(rng.random(shape) < rng.choice((0.9, 0.1, 0.001)), axis=-1).astype(dtype) % 3 for _ in range(2))
+        for options in ({"ids": ids}, {"spans": spans}, {"ids": ids, "spans": spans, "window": 40}, {"ids": ids, "causal": False}):
+            found = []
+            for name in ("cpu_documents", kernel):
+                monkeypatch.setenv("FA_EXT_KERNEL_DOCUMENTS", name)
+                found.append(fa_ext.document_intervals(**options, out=np.full((shape[0], 1, shape[1], 2), -7, np.int32)))
+            np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("exponent", magnitudes.EXPONENTS)
 def test_merge_of_lses_of_every_magnitude(emulated, exponent):
     for parts, sign in itertools.product((2, 5, 40), (1.3, -1.3)):

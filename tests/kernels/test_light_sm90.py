@@ -44,6 +44,18 @@ CASES = [
     "B2,H2,S70x90,D64,bfloat16,intervals=none",
     "B2,H2,S140x333,D64,bfloat16,intervals=strided,mask=full",
 ]
+#: Rows of a bias lie 16-byte aligned: keys are a multiple of 8.
+BIASED = [
+    "B1,H1,S3x8,D64,bfloat16,bias=full",
+    "B2,H4/2,S113x136,D64,bfloat16,bias=full,causal=bottom_right",
+    "B2,H2,S200x336,D56,bfloat16,bias=shared,mask=full",
+    "B1,H2,S150x696,D64,bfloat16,bias=full,window=none:130,layout=bshd",
+    "B1,H2,S140x264,D128,bfloat16,bias=holes,alibi=heads,sinks=same",
+    "B1,H2/1,S140x264,D64,bfloat16,bias=finfo_min",
+    "B1,H2,S70x264,D64,bfloat16,bias=finfo_max",
+    "B1,H2,S70x264,D64,bfloat16,bias=full,intervals=documents",
+    "B1,H2,S70x264,D128,bfloat16,bias=full,values=large",
+]
 WIDE = ["B1,H2/1,S113x330,D128,bfloat16,causal=bottom_right,mask=full,alibi=heads", "B1,H2,S150x200,D72,bfloat16,mask=rows",
         "B1,H2/1,S140x290,D256,bfloat16,mask=broadcast,alibi=heads", "B1,H2/1,S140x290,D128,bfloat16,intervals=two,alibi=heads"]  # fmt: skip
 
@@ -53,7 +65,7 @@ def emulated(tmp_path_factory):
     """emulated(tag="", races=False, edit=None): the name under which the kernel is loaded, once a tag."""
     folder, loaded = tmp_path_factory.mktemp("light"), {}
 
-    def get(tag="", instances="_light_bf16$", **options):
+    def get(tag="", instances="_(light|general)_bf16$", **options):
         if tag not in loaded:
             target = folder / f"{KERNEL}.{len(loaded)}.so"
             emulator.build(_build.kernel_files()[KERNEL], target, instances=instances, **options)
@@ -72,7 +84,7 @@ def schedule(monkeypatch, seed, blocks):
 @here
 @pytest.mark.emulated
 @pytest.mark.parametrize("seed, blocks", [(0, 132), (5, 1)])
-@pytest.mark.parametrize("case", CASES + WIDE)
+@pytest.mark.parametrize("case", CASES + WIDE + BIASED)
 def test_against_float64(emulated, monkeypatch, case, seed, blocks):
     schedule(monkeypatch, seed, blocks)
     assert (report := runner.verdict(emulated(), Case.parse(case))), report

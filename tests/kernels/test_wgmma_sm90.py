@@ -66,7 +66,8 @@ def test_softcap_of_small_and_large_scores(head_dim, softcap, scale):
 @pytest.mark.parametrize(
     "change, word",
     ((dict(strides="odd"), "16"), (dict(strides="column"), "contiguous"), (dict(head_dim=60), "multiple of 8"),
-     (dict(scale=-1.0), "scale"), (dict(mask="full"), "mask"), (dict(bias="full"), "bias")),
+     (dict(scale=-1.0), "scale"), (dict(mask="full", softcap=9.0), "no softcap beside"), (dict(bias="full32"), "bias of q's dtype"),
+     (dict(bias="full", seq_k=63), "bias"), (dict(bias="full", head_dim=136), "bias")),
 )  # fmt: skip
 def test_refusals_are_words(change, word):
     with pytest.raises(fa_ext.UnsupportedError, match=word):

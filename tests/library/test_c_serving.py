@@ -243,8 +243,27 @@ def test_segments(client):
     for found, made in zip(gradients.values(), fa_ext.attention_backward(out, q, k, v, out, lse, segments=ids, **options), strict=True):
         assert found.tobytes() == made.tobytes()
     arrays = arrays_of(FORWARD, given | {"out": out})
-    arrays[-1] = None
+    arrays[FORWARD.index("k_segments")] = None
     assert client.call("forward", arrays) == EVALUE and "segments' k_ids is absent, but q_ids is given" in client.said()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 2), (1, 1, 5, 2, 2)])
+def test_intervals(client, shape):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, rows, 8), np.float32) for heads, rows in ((4, 5), (2, 7), (2, 7)))
+    intervals = rng.integers(-1, 9, shape).astype(np.int32)
+    given = {"q": q, "k": k, "v": v, "intervals": intervals, "layout": "bhsd", "causal": "bottom_right"}
+    code, out, lse = attend(client, given)
+    assert code == OK, client.said()
+    wanted, wanted_lse = fa_ext.attention(**given, return_lse=True)
+    assert out.tobytes() == wanted.tobytes() and lse.tobytes() == wanted_lse.tobytes()
+    gradients = {f"d{name}": np.full_like(x, np.nan) for name, x in (("q", q), ("k", k), ("v", v))}
+    options = {name: given[name] for name in OPTIONS if name in given}
+    assert client.call("backward", arrays_of(BACKWARD, given | gradients | {"dout": out, "out": out, "lse": lse}), options=options) == OK, client.said()
+    for found, made in zip(gradients.values(), fa_ext.attention_backward(out, q, k, v, out, lse, intervals=intervals, **options), strict=True):
+        assert found.tobytes() == made.tobytes()
+    assert client.call("forward", arrays_of(FORWARD, given | {"out": out, "intervals": intervals[..., :1]})) == EVALUE
+    assert "intervals has shape" in client.said()
 
 
 @pytest.mark.parametrize("dtype", (np.int32, np.int64))

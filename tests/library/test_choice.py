@@ -202,8 +202,8 @@ FEW_DENSE = [
     ("B8,H28/4,S17x19920,D128,bfloat16,softcap=30.0", "wgmma_sm90"),
     ("B8,H28/4,S17x19920,D128,bfloat16,dropout=0.1:7", "wgmma_dropout_sm90"),
     ("B8,H28/4,S17x19920,D128,bfloat16,bias=full", "mma_sm80"),
-    ("B8,H28/4,S17x19920,D128,bfloat16,mask=full", "mma_sm80"),
-    ("B8,H28/4,S17x19920,D128,bfloat16,alibi=heads", "mma_sm80"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,mask=full", "wgmma_sm90"),
+    ("B8,H28/4,S17x19920,D128,bfloat16,alibi=heads", "wgmma_sm90"),
     # as few keys as queries, where tiles are narrow or fill one wave
     ("B64,H32/8,S64,D96,bfloat16", "mma_sm80"),
     ("B64,H32/8,S64,D128,bfloat16", "wgmma_sm90"),

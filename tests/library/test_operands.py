@@ -14,11 +14,13 @@ def test_axes_that_may_be_left_out_are_from_the_first_on():
     assert [names("bias", ndim) for ndim in range(5)] == [[], ["Sk"], ["Sq", "Sk"], ["H", "Sq", "Sk"], ["B", "H", "Sq", "Sk"]]
     assert names("alibi", 1) == ["H"] and names("alibi", 2) == ["B", "H"]
     assert names("positions", 1) == ["Sq"]
+    assert names("intervals", 4) == ["B", "H", "Sq", "2"] and names("intervals", 5) == ["B", "H", "Sq", "n", "2"]
 
 
 def test_left_out_axes_have_extent_1():
     assert operands.filled("bias", (5, 7)) == (1, 1, 5, 7) and operands.filled("bias", ()) == (1, 1, 1, 1)
     assert operands.filled("alibi", (4,)) == (1, 4) and operands.filled("alibi", (2, 4)) == (2, 4)
+    assert operands.filled("intervals", (2, 1, 5, 2)) == (2, 1, 5, 1, 2) and operands.broadcasts("intervals")
     assert operands.filled("sinks", (4,)) == (4,) and operands.filled("v", (2, 3, 5, 7)) == (2, 3, 5, 7)
 
 

@@ -10,6 +10,7 @@ enum Kind : int {
     kCapped,  // the same, with softcap
     kDropout, // a range of keys a row, with dropout
     kLight,   // a range of keys a row, with a boolean mask or ALiBi
+    kGeneral, // the same, with a bias, too
 };
 
 /* Whether an instance of one kind takes what asks for another. */

@@ -38,8 +38,9 @@ constexpr Tiling tiling(int head_dim, int kind) {
         t.tile_n = full ? 80 : 64, t.late = full;
     }
     if (kind == kDropout) t.consumers = 2, t.half = t.late = t.overlap = false; // registers for the generator
-    if (kind == kLight) t.half = t.late = false;
-#ifdef FA_CONSUMERS // from here on: a tuner's choice
+    if (kind == kLight || kind == kGeneral) t.half = t.late = false;
+    if (kind == kGeneral) t.consumers = 2, t.overlap = false; // registers for the bias
+#ifdef FA_CONSUMERS                                           // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif
 #ifdef FA_TILE_N
@@ -83,7 +84,8 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr bool kMasked = Kind != kFull, kSoftcap = Kind == kCapped, kTurns = kConsumers > 1 && kTiling.turns,
                           kOverlap = kTiling.overlap, kHalfBlocks = kMasked && kTiling.half,
                           kLateTurns = kTurns && kTiling.late, kStaged = kTiling.staged;
-    static constexpr bool kDropout = Kind == sm90::kDropout, kLight = Kind == sm90::kLight;
+    static constexpr bool kDropout = Kind == sm90::kDropout, kBias = Kind == kGeneral,
+                          kLight = kBias || Kind == sm90::kLight;
     static constexpr int kCapTerms = kSoftcap ? kTiling.cap_terms : 0;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -96,8 +98,8 @@ template <class T, int HeadDim, int Kind> struct Config {
     static_assert(kTileN % (kHalfBlocks ? 32 : 16) == 0 && kTileN <= 256);
     static_assert(HeadDim % 16 == 0 && HeadDim <= FA_MAX_HEAD_DIM);
 #ifndef FA_CHAOS
-    static_assert(kTileN / 2 + (kOverlap ? 2 : 1) * kTileN / 4 + HeadDim / 2 + 24 <= kConsumerRegisters,
-                  "scores, weights and output");
+    static_assert(kTileN / 2 + (kOverlap || kBias ? 2 : 1) * kTileN / 4 + HeadDim / 2 + 24 <= kConsumerRegisters,
+                  "scores, weights, bias and output");
 #endif
 };
 

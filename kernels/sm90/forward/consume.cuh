@@ -127,18 +127,40 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     kept_flags<kTileN>(kept, smem.dropout.words, {row, key, tile.batch, tile.head});
                 }
             };
+            [[maybe_unused]] std::conditional_t<C::kBias, BiasBlock<T, kTileN>, Tile> bias;
+            auto load_bias = [&] {
+                if constexpr (C::kBias)
+                    bias.load(light_of(p).bias, smem.tile[round % Smem::kTileStages], row, p.seq_q, told.first_key(),
+                              p.visible.seq_k, lane);
+            };
+            /* Products to scores in base 2, where the fast path does not take them. */
+            auto transform = [&](auto &scores) {
+                if constexpr (C::kLight) {
+                    for (float &score : scores) score = round_score(score, p.score_factor);
+                    if (light_of(p).alibi.data) light.slope_down(scores, told.first_key());
+                }
+                if constexpr (C::kBias)
+#pragma unroll
+                    for (int i = 0; i < kTileN / 2; ++i) scores[i] = add_bias(scores[i], bias.of(i));
+            };
             auto try_absorb = [&]<bool kMaskBlock>(auto &fresh, std::bool_constant<kMaskBlock>) {
                 if constexpr (C::kLight) {
+                    // A score's exponent from what all of it but product and bias come to.
+                    const auto exponent = [&](int i, float rest) {
+                        if constexpr (C::kBias) rest = add_bias(rest, bias.of(i));
+                        const float whole = fmaf(scores[i], p.score_factor, rest);
+                        return kMaskBlock && !(visible[(i >> 1) & 1] >> (i / 4 * 2 + i % 2) & 1) ? -INFINITY : whole;
+                    };
+                    if (!light_of(p).alibi.data)
+                        return softmax.try_absorb_by<T>(
+                            fresh, [&](int i) { return exponent(i, -softmax.maximum[(i >> 1) & 1]); });
                     const int first_key = told.first_key();
                     if (LightRows::straddles(light_of(p), first_key, kTileN, wg_row)) return false;
                     const float along = light.along(light_of(p), first_key, wg_row);
                     const float start[2] = {light.start(along, first_key, 0, softmax.maximum[0]),
                                             light.start(along, first_key, 1, softmax.maximum[1])};
-                    return softmax.try_absorb_by<T>(fresh, [&](int i) {
-                        const int r = (i >> 1) & 1;
-                        const float exponent = fmaf(scores[i], p.score_factor, fmaf(along, score_column(i), start[r]));
-                        return kMaskBlock && !(visible[r] >> (i / 4 * 2 + i % 2) & 1) ? -INFINITY : exponent;
-                    });
+                    return softmax.try_absorb_by<T>(
+                        fresh, [&](int i) { return exponent(i, fmaf(along, score_column(i), start[(i >> 1) & 1])); });
                 } else {
                     return softmax.try_absorb<T>(fresh, scores, p.score_factor);
                 }
@@ -154,6 +176,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     free_values();
                 };
                 if constexpr (!C::kLight) wait_keys();
+                load_bias();
                 turn_wait();
                 wgmma_fence();
                 issue_qk();
@@ -177,9 +200,10 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                                                         near);
                     if (!done) cap(scores);
                 }
+                if constexpr (C::kBias) bias.order(lane);
                 if (!done && !try_absorb(fresh, std::bool_constant<kMaskBlock>())) {
                     if constexpr (C::kLight) {
-                        light.transform(scores, p.score_factor, told.first_key());
+                        transform(scores);
                         if constexpr (kMaskBlock) mask(scores, block);
                     }
                     softmax.absorb<false, T>(scores, state_factor());
@@ -246,6 +270,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 constexpr int kColumns = kHalf ? kTileN / 2 : kTileN;
                 auto &part = reinterpret_cast<float(&)[kColumns / 2]>(scores);
                 auto &part_weights = reinterpret_cast<uint32_t(&)[kColumns / 4]>(weights);
+                load_bias();
                 wgmma_fence();
                 gemm_qk<T, C::kHeadDim>(part, shared_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
                                         shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
@@ -256,7 +281,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 wgmma_pin(part);
                 free_keys(is_last(first));
                 cap(part);
-                if constexpr (C::kLight) light.transform(part, p.score_factor, told.first_key());
+                if constexpr (C::kBias) bias.order(lane);
+                transform(part);
                 if (C::kMasked || blocks.end > p.visible.seq_k) mask(part, first);
                 softmax.absorb<true, T>(part, state_factor());
                 pack_scores<T>(part_weights, part);

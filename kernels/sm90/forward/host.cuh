@@ -6,7 +6,6 @@
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
 #include "sm90/score/make_map.cuh"
-#include "sm90/score/order.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // pow
 #include <numbers>   // log2e
@@ -40,13 +39,30 @@ struct Own {
     int tile_m, tile_n;
     int cap_terms;
     bool staged;
-    bool counter;           // tiles come from one, the first word of the workspace
+    bool counter;           // tiles come from one
     bool ordered;           // by what the map leaves of them
     uint32_t query_tiles;   // a head
     uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
     MapPlan map;            // of a mask or intervals
 };
-constexpr int64_t kCounterBytes = 256; // of the workspace, before the map
+
+/* The workspace of a call: a map, then numbers. */
+struct Room {
+    int64_t zeros, counts, order, lists, bytes; // places; zeros: the counter of tiles, then one a plane of the map
+    int planes, length;                         // length: of a tile's list of blocks
+};
+inline Room room_of(const fa_forward &p, const Own &own) {
+    Room room = {};
+    room.planes = has_map(p) ? static_cast<int>(own.map.planes()) : 0;
+    const int64_t tiles = int64_t(room.planes) * own.query_tiles;
+    room.length = static_cast<int>(divide_up(p.key_end - p.key_begin, own.tile_n) + 1);
+    room.zeros = has_map(p) ? own.map.bytes : 0;
+    room.counts = room.zeros + divide_up((1 + room.planes) * 4, 256) * 256;
+    room.order = room.counts + tiles * 4;
+    room.lists = room.order + tiles * 4;
+    room.bytes = room.lists + tiles * room.length * 4;
+    return room;
+}
 
 /* Tiles of unequal length go longest first, in sections of heads (Schedule). The static order serves where sections of
  * heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes asked for, or where
@@ -85,11 +101,19 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
     const int64_t slabs = (instance.head_dim + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
-    if (has_map(p)) own.map = map_plan(p, p.key_end - p.key_begin, true, false, kCounterBytes);
+    if (has_map(p)) own.map = map_plan(p, p.key_end - p.key_begin, true, false, 0);
     order(p, t.counter, plan);
-    if (own.counter) plan->workspace_bytes = kCounterBytes;
-    if (has_map(p)) plan->workspace_bytes = own.map.bytes;
-    if (own.ordered) plan->workspace_bytes += own.map.planes() * query_tiles * sizeof(int);
+    if (own.counter || has_map(p)) plan->workspace_bytes = room_of(p, own).bytes;
+}
+
+/* Whether a kernel's lanes read a bias by 16 bytes: BiasParams. */
+inline bool takes_bias(const fa_forward &p, int most_head_dim, fa_why *why) {
+    const fa_operand &x = p.bias;
+    bool taken = p.head_dim <= most_head_dim && p.bias_dtype == p.dtype && x.stride[3] == 1;
+    for (int axis = 0; axis < 3; ++axis) taken = taken && x.stride[axis] % 8 == 0;
+    taken = taken && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && p.key_begin % 8 == 0 && p.seq_k % 8 == 0;
+    if (!taken) fa_because(why, FA_REFUSES, FA_WHY_BIAS_ROWS, most_head_dim, 0, 0);
+    return taken;
 }
 
 template <size_t N>
@@ -158,6 +182,35 @@ struct CachedMaps {
 };
 static thread_local CachedMaps cached_maps;
 
+inline LightParams light_params(const fa_forward &p) {
+    LightParams light = {};
+    light.intervals = intervals_of(p);
+    light.key_begin = static_cast<int>(p.key_begin);
+    light.alibi = p.alibi;
+    if (p.bias.data) light.bias.data = static_cast<const char *>(p.bias.data) + p.key_begin * 2;
+    for (int axis = 0; axis < 3; ++axis) light.bias.stride[axis] = p.bias.stride[axis];
+    light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
+    light.behind = p.right <= 0;
+    return light;
+}
+
+/* Makes the map of a call, and the lists of blocks that its tiles see. */
+static fa_code launch_lists(const fa_forward &p, const Own &own, const Room &room, const fa_launch &launch,
+                            LightForwardParams *params) {
+    FA_TRY(launch_map(own.map, p, p.key_end - p.key_begin, map_part(launch, room.zeros), 1 + room.planes, launch));
+    params->light.map = pair_map(own.map, launch);
+    ListParams lists = {};
+    lists.map = params->light.map;
+    lists.shape = {params->visible, static_cast<int>(p.seq_q), own.tile_m / 64, own.tile_n};
+    lists.tiles = static_cast<int>(own.query_tiles), lists.length = room.length;
+    lists.words = map_part(launch, room.lists);
+    lists.counts = reinterpret_cast<int *>(map_part(launch, room.counts));
+    if (own.ordered) lists.order = reinterpret_cast<int *>(map_part(launch, room.order));
+    lists.done = map_part(launch, room.zeros) + 1;
+    params->light.lists = {lists.words, lists.order, lists.tiles, lists.length};
+    return fa_start(list_blocks, int64_t(room.planes) * own.query_tiles, kListThreads, 0, launch, lists);
+}
+
 static fa_code launch_forward(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
                               const fa_launch *launch) {
     const fa_forward &p = problem->forward;
@@ -187,26 +240,14 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
     params.schedule.tiles = static_cast<uint32_t>(own.query_tiles * p.heads * p.batch);
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.schedule.section_heads = own.section_heads;
-    if (own.counter) params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
-    if (has_map(p) && keys > 0)
-        FA_TRY(launch_map(own.map, p, keys, params.schedule.counter, *launch));
-    else if (own.counter)
-        FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
-                                             static_cast<cudaStream_t>(launch->stream)));
-    params.light.intervals = intervals_of(p);
-    params.light.key_begin = static_cast<int>(p.key_begin);
-    params.light.alibi = p.alibi;
-    params.light.diagonal = static_cast<int>(p.diagonal - p.key_begin);
-    params.light.behind = p.right <= 0 || !p.alibi.data;
     params.visible = shifted_band_of(p);
-    if (has_map(p)) params.light.map = pair_map(own.map, *launch);
-    if (own.ordered && keys > 0) {
-        int *const tiles = reinterpret_cast<int *>(map_part(*launch, own.map.bytes));
-        params.light.order = tiles;
-        FA_TRY(launch_order({params.light.map, params.visible, static_cast<int>(p.seq_q), own.tile_m,
-                             static_cast<int>(own.query_tiles), tiles},
-                            own.map.planes(), *launch));
-    }
+    const Room room = room_of(p, own);
+    uint32_t *const zeros = map_part(*launch, room.zeros);
+    if (own.counter) params.schedule.counter = zeros;
+    if (own.counter && !has_map(p))
+        FA_CUDA_TRY(*launch, cudaMemsetAsync(zeros, 0, sizeof(uint32_t), static_cast<cudaStream_t>(launch->stream)));
+    params.light = light_params(p);
+    if (has_map(p) && keys > 0) FA_TRY(launch_lists(p, own, room, *launch, &params));
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
     params.dropout = problem->forward.dropout;

@@ -1,21 +1,25 @@
 /* wgmma_sm90: attention forward on Hopper (sm_90a): TMA, wgmma, warp specialisation.
  *
  * Takes:  float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
- *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; boolean masks
- * and ALiBi, without softcap; LSE. How:    sm90/forward/kernel.cuh. Four kinds of kernel: full (only the end of the
- * keys is excluded), masked (a range of keys a row), capped (masked, with softcap; up to head_dim 128 scores that are
- * small beside the cap cost less, see cap_polynomial) and light (masked, with a boolean mask, ALiBi or both). A mask
- * becomes bits first (sm90/score/make_map.cuh); blocks of 64 x 64 pairs that it hides whole are left out, and those
- * that it leaves whole are computed as without it. Layout: any strides of 16-byte multiples with a contiguous head_dim
- * axis: "bhsd", "bshd" and slices of them. Limits: no bias, scale > 0, head_dim_v = head_dim. Declines calls of few
- * queries that sm90/common/dense_choice.cuh tells of. Bench:  python -m bench measure --preset paper --kernels
- * wgmma_sm90
+ *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; boolean masks,
+ *         intervals, ALiBi and bias, without softcap; LSE.
+ * How:    sm90/forward/kernel.cuh. Five kinds of kernel: full (only the end of the keys is excluded), masked (a
+ *         range of keys a row), capped (masked, with softcap; up to head_dim 128 scores that are small beside the
+ *         cap cost less, see cap_polynomial), light (masked, with a boolean mask, intervals, ALiBi or all of them) and
+ *         general (light, with a bias). A mask and intervals become bits first (sm90/score/make_map.cuh); blocks of
+ *         64 x 64 pairs that they hide whole are left out, and those that they leave whole are computed as without
+ *         them. A bias goes from memory to registers (sm90/score/bias.cuh).
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
+ * Limits: a bias of q's dtype alone, whose rows lie 16-byte aligned, for head_dim up to 128; scale > 0; head_dim_v =
+ *         head_dim. Declines calls of few queries that sm90/common/dense_choice.cuh tells of.
+ * Bench:  python -m bench measure --preset paper --kernels wgmma_sm90
  *
  * @arch sm_90a
  * @instances instance.cu
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance d{256,128,64}_light_{f16,bf16} {1} kLight {2:__half,__nv_bfloat16}
- * @core d(64|128|256)_((full|masked|light)_\w+|capped_bf16)|d96_masked_\w+
+ * @instance d{128,64}_general_{f16,bf16} {1} kGeneral {2:__half,__nv_bfloat16}
+ * @core d(64|128|256)_((full|masked|light|general)_\w+|capped_bf16)|d96_masked_\w+
  */
 #include "sm90/forward/host.cuh"
 
@@ -24,7 +28,10 @@ namespace fa::sm90 {
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_FORWARD_INSTANCE)};
 
+constexpr int kBiasHeadDim = 128; // of calls with a bias, at most
+
 static int kind_of(const fa_forward &p) {
+    if (p.bias.data) return kGeneral;
     if (has_map(p) || p.alibi.data) return kLight;
     if (p.softcap > 0) return kCapped;
     return p.left >= FA_UNBOUNDED && p.right >= FA_UNBOUNDED ? kFull : kMasked;
@@ -32,10 +39,12 @@ static int kind_of(const fa_forward &p) {
 
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
-    if (p.softcap > 0 && kind_of(p) == kLight) return fa_because(why, FA_REFUSES, FA_WHY_SOFTCAP_BESIDE, 0, 0, 0);
+    const bool dressed = kind_of(p) == kLight || kind_of(p) == kGeneral;
+    if (p.softcap > 0 && dressed) return fa_because(why, FA_REFUSES, FA_WHY_SOFTCAP_BESIDE, 0, 0, 0);
+    if (p.bias.data && !takes_bias(p, kBiasHeadDim, why)) return FA_REFUSES;
     const fa_answer answer = plan_forward(kInstances, kind_of(p), problem, device, plan, why);
     if (answer != FA_TAKES) return answer;
-    if (!problem->batch_invariant && kind_of(p) != kLight && saves_waves(p, device->sm_count))
+    if (!problem->batch_invariant && !dressed && saves_waves(p, device->sm_count))
         return fa_because(why, FA_DECLINES, FA_WHY_TILE_A_HEAD, 0, 0, 0);
     if (!problem->batch_invariant && wants_splits(p, device->sm_count))
         return fa_because(why, FA_DECLINES, FA_WHY_UNSPLIT, 0, 0, 0);
@@ -59,7 +68,8 @@ FA_DEFINE_KERNEL(wgmma_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS |
+             FA_WITH_BIAS,
     .plan = fa::sm90::plan,
     .launch = fa::sm90::launch,
 };

@@ -331,7 +331,7 @@ static fa_code fused_light(const fa_backward &p, const FusedOwn &own, FusedWork 
     const MapPlan plan = fused_map(mapped, own.map_at);
     light.map = pair_map_of_keys(plan, launch), light.map_key = int(mapped.key_begin);
     steps.map = pair_map(plan, launch), steps.map_key = light.map_key;
-    return launch_map(plan, mapped, mapped.key_end - mapped.key_begin, nullptr, launch);
+    return launch_map(plan, mapped, mapped.key_end - mapped.key_begin, nullptr, 0, launch);
 }
 
 /* The values that all launches of a call share. */

@@ -6,41 +6,35 @@
  *
  *     weight = 2^(product * factor + (slope * column + start)),    start = slope * (first key - place) - maximum
  *
- * one FFMA more than without, wherever all keys of a block lie on one side of the rows' places; the sign of the slope
- * says on which. Distances count from the block's first key, so that long rows keep their bits. Where a block straddles
- * the places, and where the fast path gives up, scores are computed in place (transform()). */
+ * one FFMA more than without (two with a bias, which joins the sum in base 2), wherever all keys of a block lie on one
+ * side of the rows' places; the sign of the slope says on which. Distances count from the block's first key, so that
+ * long rows keep their bits. Where a block straddles the places, and where the fast path gives up, scores are computed
+ * in place (transform()). */
 #pragma once
 #include "common/alibi.cuh"         // slope_of
 #include "common/intervals.cuh"     // Intervals
 #include "common/score.cuh"         // kLog2E, round_score
 #include "sm90/common/schedule.cuh" // Tile
 #include "sm90/common/softmax.cuh"  // columns_between
+#include "sm90/score/bias.cuh"
+#include "sm90/score/block_list.cuh"
 #include "sm90/score/pair_map.cuh"
 
 namespace fa::sm90 {
 
 struct LightParams {
-    PairMap map;         // seen NULL: neither mask nor intervals; words NULL: no mask
-    const int *order;    // tiles of a plane of the map, the longest last (order.cuh); NULL: as they lie
+    PairMap map; // seen NULL: neither mask nor intervals; words NULL: no mask
+    BlockLists lists;
     Intervals intervals; // begins NULL: none
     fa_operand alibi;    // data NULL: none
+    BiasParams bias;     // of the kind that has one
     int key_begin;       // the call's first visible key
     int diagonal;        // row i stands at key i + diagonal, counted from the call's first visible one
-    bool behind;         // no row sees a key beyond its place, or there is no ALiBi
+    bool behind;         // no row sees a key beyond its place
 };
 
-/* What the producer tells of a block of keys beside its stage, in one word: its first key in units of 64, which may be
- * -1, and flags: which warpgroups see some of its pairs, and for which some are hidden. */
-struct BlockWord {
-    static constexpr int kShift = 7; // up to three warpgroups
-    static constexpr uint32_t kSeen = 7, kLast = 64;
-    uint32_t word;
-
-    __device__ __forceinline__ int first_key() const { return (static_cast<int>(word) >> kShift) * 64; }
-    __device__ __forceinline__ bool sees(int wg) const { return word >> wg & 1; }
-    __device__ __forceinline__ bool mixed(int wg) const { return word >> (3 + wg) & 1; }
-    __device__ __forceinline__ bool last() const { return word & kLast; }
-};
+/* Column of a thread's score i in a block, from its first one. */
+__device__ __forceinline__ float score_column(int i) { return static_cast<float>(i / 4 * 8 + i % 2); }
 
 /* A thread's part of a tile: rows `row` and row + 8. Few registers: the rest is read again where it is needed. */
 struct LightRows {
@@ -67,20 +61,15 @@ struct LightRows {
     /* The same of intervals. */
     static __device__ __forceinline__ void hold(uint32_t (&visible)[2], const LightParams &p, const Tile &tile, int row,
                                                 int rows, int first_key, int lane) {
-        const int64_t *const stride = p.intervals.stride;
-        const int32_t *const begins = p.intervals.begins + tile.batch * stride[0] + tile.head * stride[1];
         const int first = first_key + p.key_begin;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            uint32_t held = 0;
+            const Held held = p.intervals.of_query(tile.batch, tile.head, min(row + 8 * r, rows - 1));
+            uint32_t bits = 0;
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (n == p.intervals.count) break;
-                const int32_t *const at = begins + min(row + 8 * r, rows - 1) * stride[2] + n * stride[3];
-                const fa_span span = fa_interval(at, p.intervals.to_end, p.intervals.keys);
-                held |= columns_between(int(span.begin) - first, int(span.end) - first, 2 * (lane % 4));
-            }
-            visible[r] &= held;
+            for (const Span<int> &keys : held.of)
+                bits |= columns_between(keys.begin - first, keys.end - first, 2 * (lane % 4));
+            visible[r] &= bits;
         }
     }
 
@@ -98,19 +87,16 @@ struct LightRows {
         return fmaf(along, static_cast<float>(first_key + place - 8 * r), -maximum);
     }
 
-    /* Products to scores in base 2. */
-    template <int Count>
-    __device__ __forceinline__ void transform(float (&scores)[Count], float factor, int first_key) const {
+    /* Takes ALiBi's part from scores in base 2. */
+    template <int Count> __device__ __forceinline__ void slope_down(float (&scores)[Count], int first_key) const {
         const float from[2] = {static_cast<float>(first_key + place), static_cast<float>(first_key + place - 8)};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
-            const float distance = fabsf(from[(i >> 1) & 1] + static_cast<float>(i / 4 * 8 + i % 2));
-            scores[i] = __fmaf_rz(-slope, distance, round_score(scores[i], factor));
+            const float distance = fabsf(from[(i >> 1) & 1] + score_column(i));
+            scores[i] = fmaf(-slope, distance, scores[i]); // to nearest: keys at one distance remain equal
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(scores[i]) : "f"(-FLT_MAX));
         }
     }
 };
-
-/* Column of a thread's score i in a block, from its first one. */
-__device__ __forceinline__ float score_column(int i) { return static_cast<float>(i / 4 * 8 + i % 2); }
 
 } // namespace fa::sm90

@@ -35,7 +35,8 @@ struct MapParams {
     bool vectors;      // 16 keys lie side by side, 16-byte aligned
     MadeMap queries;   // with queries as rows; `seen` and `whole` are always made
     uint32_t *by_keys; // words with keys as rows; NULL: not wanted
-    uint32_t *counter; // set to 0; NULL: none
+    uint32_t *zeros;   // numbers that are set to 0
+    int zero_count;
 };
 
 /* Bits 0 to 3: which bytes of a word are not 0. */
@@ -44,17 +45,43 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) {
     return tops * 0x01020408 >> 24;
 }
 
+__device__ __forceinline__ uint32_t nonzero_bytes(const uint4 &x) {
+    return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 | nonzero_bytes(x.w) << 12;
+}
+
 /* Which of 16 keys from `column` on the mask leaves to query `row`; none beyond the mask's extents. */
 __device__ __forceinline__ uint32_t mask_bits(const MapParams &p, const uint8_t *plane, int row, int column) {
     if (row >= p.rows) return 0;
     const uint8_t *const from = plane + row * p.stride[2] + column * p.stride[3];
-    if (p.vectors && column + 16 <= p.columns) {
-        const uint4 x = *reinterpret_cast<const uint4 *>(from);
-        return nonzero_bytes(x.x) | nonzero_bytes(x.y) << 4 | nonzero_bytes(x.z) << 8 | nonzero_bytes(x.w) << 12;
-    }
+    if (p.vectors && column + 16 <= p.columns) return nonzero_bytes(*reinterpret_cast<const uint4 *>(from));
     uint32_t bits = 0;
     for (int i = 0; i < min(16, p.columns - column); ++i) bits |= uint32_t(from[i * p.stride[3]] != 0) << i;
     return bits;
+}
+
+/* The same of queries `row` and row + 8 and `count` blocks of keys, of each the 16 keys from `column` on, as halves of
+ * a word: of a whole chunk that is there all loads are on their way before the first is used. */
+__device__ __forceinline__ void mask_pairs(uint32_t (&pairs)[kMapChunk], const MapParams &p, const uint8_t *plane,
+                                           int row, int column, int count, bool whole) {
+    if (p.vectors && whole) {
+        const uint8_t *const from = plane + row * p.stride[2] + column;
+        uint4 low[kMapChunk], high[kMapChunk];
+#pragma unroll
+        for (int n = 0; n < kMapChunk; ++n) {
+            low[n] = *reinterpret_cast<const uint4 *>(from + n * kMapBlock);
+            high[n] = *reinterpret_cast<const uint4 *>(from + 8 * p.stride[2] + n * kMapBlock);
+        }
+#pragma unroll
+        for (int n = 0; n < kMapChunk; ++n) pairs[n] = nonzero_bytes(low[n]) | nonzero_bytes(high[n]) << 16;
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < kMapChunk; ++n) {
+        pairs[n] = 0;
+        if (n >= count) continue;
+        const int first = column + n * kMapBlock;
+        pairs[n] = mask_bits(p, plane, row, first) | mask_bits(p, plane, row + 8, first) << 16;
+    }
 }
 
 /* Bits of 16 keys that are there, from `column` on. */
@@ -87,8 +114,8 @@ struct RowsHeld {
 __device__ __forceinline__ RowsHeld rows_held(const MapParams &p, int batch, int head, int row, int lane, int n) {
     RowsHeld held = {INT_MAX, INT_MIN, INT_MAX, INT_MIN};
     for (int i = row + lane; i < min(row + kMapBlock, p.rows); i += 32) {
-        const KeyRange range = p.intervals.of_query(batch, head, i).of[n];
-        const int begin = int(range.begin) - p.key_begin, end = int(range.end) - p.key_begin;
+        const Span<int> range = p.intervals.of_query(batch, head, i).of[n];
+        const int begin = range.begin - p.key_begin, end = range.end - p.key_begin;
         if (begin < end) held.begin_least = min(held.begin_least, begin), held.end_most = max(held.end_most, end);
         held.begin_most = max(held.begin_most, begin), held.end_least = min(held.end_least, end);
     }
@@ -106,20 +133,26 @@ static __global__ void __launch_bounds__(128) make_map(const __grid_constant__ M
     const int batch = plane / p.heads, head = plane % p.heads;
     const uint8_t *const mask = p.mask + batch * p.stride[0] + head * p.stride[1];
     const int row = row_block * kMapBlock + warp * 16 + lane / 4;
-    if (p.counter && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
+    if (blockIdx.x == 0)
+        for (int n = threadIdx.x; n < p.zero_count; n += 128) p.zeros[n] = 0;
 
     uint32_t seen = 0, partial = 0; // of the chunk's blocks, by this lane's pairs
     const int count = p.mask ? min(kMapChunk, p.column_blocks - chunk * kMapChunk) : 0;
     if (!p.mask) seen = ~0u;
-    for (int n = 0; n < count; ++n) {
+    uint32_t pairs[kMapChunk];
+    if (p.mask)
+        mask_pairs(pairs, p, mask, row, chunk * kMapChunk * kMapBlock + lane % 4 * 16, count,
+                   (chunk + 1) * kMapChunk * kMapBlock <= p.columns && (row_block + 1) * kMapBlock <= p.rows);
+#pragma unroll
+    for (int n = 0; n < kMapChunk; ++n) {
+        if (n >= count) break;
         const int block = chunk * kMapChunk + n, column = block * kMapBlock + lane % 4 * 16;
-        const uint32_t low = mask_bits(p, mask, row, column), high = mask_bits(p, mask, row + 8, column);
-        const uint32_t there = bits_there(p, column);
+        const uint32_t low = pairs[n] & 0xffff, high = pairs[n] >> 16, there = bits_there(p, column);
         seen |= uint32_t((low | high) != 0) << n;
         partial |= uint32_t((row < p.rows && low != there) || (row + 8 < p.rows && high != there)) << n;
         if (p.queries.words) {
             const int64_t group = (int64_t(plane) * p.row_blocks + row_block) * 4 + warp;
-            p.queries.words[(group * p.column_blocks + block) * 32 + lane] = accumulator_order(low | high << 16, lane);
+            p.queries.words[(group * p.column_blocks + block) * 32 + lane] = accumulator_order(pairs[n], lane);
         }
         if (p.by_keys) {
             auto &square = bits[n % 2];
@@ -226,8 +259,8 @@ inline PairMap pair_map_of_keys(const MapPlan &m, const fa_launch &launch) {
             .column_step = m.step[2]};
 }
 
-/* Makes them. `counter`, or NULL, becomes 0. */
-inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, uint32_t *counter,
+/* Makes them, and zeros of some numbers of the workspace. */
+inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, uint32_t *zeros, int zero_count,
                           const fa_launch &launch) {
     MapParams params = {};
     if (p.mask.data) params.mask = static_cast<const uint8_t *>(p.mask.data) + p.key_begin * p.mask.stride[3];
@@ -244,7 +277,7 @@ inline fa_code launch_map(const MapPlan &m, const fa_forward &p, int64_t keys, u
     params.queries = {map_part(launch, m.words), reinterpret_cast<uint8_t *>(map_part(launch, m.bits)),
                       reinterpret_cast<uint8_t *>(map_part(launch, m.bits + m.bit_bytes()))};
     params.by_keys = map_part(launch, m.by_keys);
-    params.counter = counter;
+    params.zeros = zeros, params.zero_count = zero_count;
     const int64_t blocks = m.planes() * m.row_blocks * m.bit_words * (32 / kMapChunk);
     return fa_start(make_map, blocks, 128, 0, launch, params);
 }

@@ -20,10 +20,10 @@ DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5, "i
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions",
            "q_segments", "k_segments")  # fmt: skip
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES)
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES, "intervals")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS,
-            *(name for name in INDICES if name != "page_table"))  # fmt: skip
+            *(name for name in INDICES if name != "page_table"), "intervals")  # fmt: skip
 APPEND = ("k_cache", "v_cache", "k", "v", "q", "out", "rotary_cos", "rotary_sin", "page_table", "seqlens_k", "cu_seqlens_q",
           "seqlens_q", "slots", "positions")  # fmt: skip
 FAULTS = ("length", "cu_seqlens", "page", "slot", "position", "documents")

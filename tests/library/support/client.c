@@ -13,7 +13,7 @@
 /* ---- calls with arrays that Python made: it holds the results against its own interface ---- */
 
 /* q, k, v, bias, mask, sinks, alibi, out, lse, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table,
- * k_range_begin, k_range_end, positions, q_segments, k_segments */
+ * k_range_begin, k_range_end, positions, q_segments, k_segments, intervals */
 static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int check) {
     fa_ext_forward call;
     memset(&call, 0, sizeof call);
@@ -24,14 +24,14 @@ static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext
     call.cu_seqlens_q = arrays[9], call.seqlens_q = arrays[10];
     call.cu_seqlens_k = arrays[11], call.seqlens_k = arrays[12], call.page_table = arrays[13];
     call.k_range_begin = arrays[14], call.k_range_end = arrays[15], call.positions = arrays[16];
-    call.q_segments = arrays[17], call.k_segments = arrays[18];
+    call.q_segments = arrays[17], call.k_segments = arrays[18], call.intervals = arrays[19];
     call.options = options;
     call.check = check;
     return call;
 }
 
 /* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks, then the index arrays of
- * forward_of but page_table; flags: 1 accumulate, 2 unordered, 4 FA_EXT_CHECK_NEVER */
+ * forward_of but page_table, and intervals; flags: 1 accumulate, 2 unordered, 4 FA_EXT_CHECK_NEVER */
 static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int flags) {
     fa_ext_backward call;
     memset(&call, 0, sizeof call);
@@ -44,7 +44,7 @@ static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_e
     call.cu_seqlens_q = arrays[16], call.seqlens_q = arrays[17];
     call.cu_seqlens_k = arrays[18], call.seqlens_k = arrays[19];
     call.k_range_begin = arrays[20], call.k_range_end = arrays[21], call.positions = arrays[22];
-    call.q_segments = arrays[23], call.k_segments = arrays[24];
+    call.q_segments = arrays[23], call.k_segments = arrays[24], call.intervals = arrays[25];
     call.options = options;
     call.accumulate = flags & 1;
     call.unordered = flags & 2;
