@@ -43,7 +43,7 @@ def emulated(tmp_path_factory):
     def get(kernel, tag="", **options):
         if (kernel, tag) not in loaded:
             target = folder / f"{kernel}.{len(loaded)}.so"
-            emulator.build(_build.kernel_files()[kernel], target, instances="_bf16$", **options)
+            emulator.build(_build.kernel_files()[kernel], target, instances="_masked_bf16$", **options)
             loaded[kernel, tag] = emulator.load(target, kernel)
         return loaded[kernel, tag]
 
@@ -66,7 +66,7 @@ def test_forward(emulated, monkeypatch, case, seed, blocks):
 
 
 @pytest.mark.parametrize("seed, blocks, together", [(0, 132, 1), (5, 1, 1), (1, 3, 3)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + WIDE)
 def test_backward(emulated, monkeypatch, case, seed, blocks, together):
     schedule(monkeypatch, seed, blocks, together)
     if seed:
@@ -97,8 +97,9 @@ def test_no_race(emulated, monkeypatch, kernel):
         assert gradients.verdict(name, gradients.make(case), deterministic=True)
 
 
-def test_one_order(emulated, monkeypatch):
-    problem, found = gradients.make(Case.parse("B1,H1,S400x520,D64,bfloat16,window=150:60,dropout=0.2:1")), []
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_order(emulated, monkeypatch, head_dim):
+    problem, found = gradients.make(Case.parse(f"B1,H1,S400x520,D{head_dim},bfloat16,window=150:60,dropout=0.2:1")), []
     for run in ((0, 132, 1), (1, 8, 8), (4, 4, 4)):
         schedule(monkeypatch, *run)
         found.append(gradients.run(emulated(BACKWARD), problem, deterministic=True))

@@ -16,6 +16,11 @@
  * alone. These follow one another in the list, in sections of heads, those of a head from the last to the first
  * (tell_tiles()). Spare tiles add nothing, so that nobody waits for them.
  *
+ * Of the kind kLight a mask may hide all pairs of a tile and a block: the tile then has no step there, and the turn of
+ * the block counts the tiles that have one alone (light_steps.cuh), so that nobody waits for it. The order is that of
+ * the call and its mask. All that waits is as above: a tile still waits for tiles of lower index alone, and steps that
+ * are left out are steps of nobody, so that phases of `open`, `done` and `seen` follow one another as before.
+ *
  * Two threads keep the turns of a CTA, so that no other thread takes the ways to memory and back: one waits for a
  * step's turn and opens the step, the other passes the turn on once the consumers have added their dQ. A step is
  * opened while the one before is added: with one thread for both, a turn's way there and its way back lay between

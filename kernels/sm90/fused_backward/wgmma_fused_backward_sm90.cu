@@ -2,6 +2,7 @@
  * specialisation.
  *
  *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   rows.cuh
+ *     steps:  with a mask or ALiBi, the list of steps of each tile                       light_steps.cuh
  *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         kernel.cuh
  *     finish: dq from its sums; in order, of queries that see no key alone               rows.cuh
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward/host.cuh
