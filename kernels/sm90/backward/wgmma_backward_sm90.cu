@@ -26,7 +26,7 @@
  * @instance sequences_d{256,192,128,96,64}_masked_{f16,bf16} {1} {1} kMasked true {2:__half,__nv_bfloat16}
  * @instance sequences_d{256,128,64}_capped_{f16,bf16} {1} {1} kCapped true {2:__half,__nv_bfloat16}
  * @instance sequences_d192v128_masked_{f16,bf16} 192 128 kMasked true {1:__half,__nv_bfloat16}
- * @core d(64|128)_((full|masked)_\w+|capped_bf16) d256_(masked_\w+|capped_bf16) d192v128_masked_\w+ d96_masked_\w+
+ * @core d(64|128)_(masked_\w+|(full|capped)_bf16) d256_(masked_\w+|capped_bf16) (d192v128|d96)_masked_bf16
  *       sequences_d128_masked_\w+ sequences_d(96|256)_masked_bf16
  */
 #include "sm90/backward/config.cuh"

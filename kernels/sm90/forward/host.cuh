@@ -5,6 +5,7 @@
 #include "sm90/common/dense_choice.cuh"
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
+#include "sm90/score/make_list.cuh"
 #include "sm90/score/make_map.cuh"
 #include <algorithm> // min, max
 #include <cmath>     // pow

@@ -4,20 +4,45 @@
 
 namespace fa::sm90 {
 
+/* The tile of an index, in the order of what a map leaves of tiles where there is one. */
+template <class C> __device__ __forceinline__ Tile forward_tile(const ForwardParams &p, uint32_t index) {
+    Tile tile = tile_at(p.schedule, index, C::kTileM);
+    if constexpr (C::kLight)
+        if (const BlockLists &lists = light_of(p).lists; lists.order && tile.row >= 0) {
+            const int plane = light_of(p).map.plane(tile.batch, tile.head);
+            tile.row = lists.order[int64_t(plane) * lists.tiles + tile.row / C::kTileM] * C::kTileM;
+        }
+    return tile;
+}
+
+/* What consumers are told of a tile's blocks, in the light kinds: the words of its list, or without one of all blocks.
+ */
+template <class C> struct ToldBlocks {
+    const ForwardParams &p;
+    const KeyBlocks &blocks;
+    const int row;
+    const uint32_t *list = nullptr;
+
+    __device__ __forceinline__ ToldBlocks(const ForwardParams &p, const KeyBlocks &blocks, const Tile &tile)
+        : p(p), blocks(blocks), row(tile.row) {
+        const LightParams &light = light_of(p);
+        if (light.lists.words) list = light.lists.of(light.map.plane(tile.batch, tile.head), tile.row / C::kTileM);
+    }
+    __device__ __forceinline__ BlockWord at(int block) const {
+        if (list) return {list[block]};
+        const BlockShape shape = {p.visible, p.seq_q, C::kConsumers, C::kTileN};
+        const uint32_t last = block + 1 >= blocks.count ? BlockWord::kLast : 0;
+        return {shape.word_of(nullptr, 0, row, blocks.end - (block + 1) * C::kTileN) | last};
+    }
+};
+
 template <class C> __device__ __forceinline__ void forward_produce(const ForwardParams &p, ForwardSmem<C> &smem) {
     using Smem = ForwardSmem<C>;
     RingState<C::kStages> k_ring(1), v_ring(1);
     RingState<C::kQueryStages> q_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
     auto announce = [&](uint32_t index) {
-        Tile tile = tile_at(p.schedule, index, C::kTileM);
-        if constexpr (C::kLight)
-            if (const BlockLists &lists = light_of(p).lists; lists.words && tile.row >= 0) {
-                const int plane = light_of(p).map.plane(tile.batch, tile.head);
-                int number = tile.row / C::kTileM;
-                if (lists.order) number = lists.order[int64_t(plane) * lists.tiles + number];
-                tile.row = number * C::kTileM;
-            }
+        const Tile tile = forward_tile<C>(p, index);
         announce_tile(smem, tile_ring, tile);
         return tile;
     };
@@ -60,24 +85,16 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
             q_ring.advance();
         };
         if constexpr (C::kLight) {
-            const uint32_t *list = nullptr; // of the tile's blocks; without one all of them
-            if (light_of(p).lists.words)
-                list = light_of(p).lists.of(light_of(p).map.plane(tile.batch, tile.head), tile.row / C::kTileM);
-            const BlockShape shape = {p.visible, p.seq_q, C::kConsumers, C::kTileN};
-            auto word_of = [&](int block) -> BlockWord {
-                if (list) return {list[block]};
-                const uint32_t last = block + 1 >= blocks.count ? BlockWord::kLast : 0;
-                return {shape.word_of(nullptr, 0, tile.row, first_key_of(block)) | last};
-            };
-            BlockWord word = word_of(0), after = {};
-            if (!word.last()) after = word_of(1);
+            const ToldBlocks<C> told(p, blocks, tile);
+            BlockWord word = told.at(0), after = {};
+            if (!word.last()) after = told.at(1);
             load_keys(word.first_key(), word);
             load_queries();
             next = announce(next_index);
             for (int block = 1; !word.last(); ++block) {
                 const int before = word.first_key();
                 word = after;
-                if (!word.last()) after = word_of(block + 1); // on its way while stages are waited for
+                if (!word.last()) after = told.at(block + 1); // on its way while stages are waited for
                 load_keys(word.first_key(), word);
                 load_values(before);
             }

@@ -19,7 +19,7 @@
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance d{256,128,64}_light_{f16,bf16} {1} kLight {2:__half,__nv_bfloat16}
  * @instance d{128,64}_general_{f16,bf16} {1} kGeneral {2:__half,__nv_bfloat16}
- * @core d(64|128|256)_((full|masked|light|general)_\w+|capped_bf16)|d96_masked_\w+
+ * @core d(64|128|256)_((full|masked)_\w+|(light|general|capped)_bf16)|d96_masked_bf16
  */
 #include "sm90/forward/host.cuh"
 

@@ -7,7 +7,7 @@
  * @instances instance.cu
  * @instance ordered_d{64,128}_masked_{f16,bf16} DropoutFusedConfig {1} kMasked {2:__half,__nv_bfloat16}
  * @instance ordered_d{64,128}_light_{f16,bf16} DropoutLightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
- * @core ordered_d\d+_masked_\w+
+ * @core ordered_d64_masked_\w+ ordered_d128_masked_bf16
  */
 #include "sm90/fused_backward/host.cuh"
 

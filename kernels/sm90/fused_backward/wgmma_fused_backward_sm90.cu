@@ -31,7 +31,7 @@
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
  * @instance ordered_d{64,128}_light_{f16,bf16} LightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
- * @core (ordered_)?d\d+_((full|masked|light)_\w+|capped_bf16) sequences_\w+
+ * @core (ordered_)?d\d+_(masked_\w+|(full|light|capped)_bf16) sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
 #include <algorithm> // min
