@@ -138,6 +138,8 @@ fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_proble
     const Instance *found = instance_for(instances, p.head_dim, kind, p.dtype);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     fill_plan(p, static_cast<int>(found - instances), *found, device, plan);
+    if (has_map(p) && plan->workspace_bytes > device->workspace_limit)
+        return fa_because(why, FA_REFUSES, FA_WHY_MAP_WORKSPACE, 0, 0, 0);
     return p.seq_q <= kFewDense ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
 }
 
