@@ -12,6 +12,11 @@
  * the costs of a tile besides its blocks count: on an H200 at head_dim 128 some 390 cycles to its first product,
  * 590 for that, 1500 for the first weights, 700 for the last product and 1000 for the output; a block takes 2090.
  *
+ * In the light kinds (sm90/score/light.cuh) the producer reads which blocks a tile has from a list and tells each
+ * beside its stage of keys: its first key, which warpgroups see some of it, for which some pairs are hidden, and
+ * whether it is the last. A warpgroup skips blocks before the first that it sees; of later ones that another sees it
+ * computes all, hidden.
+ *
  * Why no waiter falls two phases behind. A wait names a parity, so a barrier that has moved on by two phases looks as
  * if it had not moved, and the waiting thread then waits for ever. So no phase of a barrier may end before all
  * threads that wait for the phase before it have passed:
@@ -23,6 +28,7 @@
  *   the block is skipped, join_warps() has.
  *
  *   k_empty, v_empty, q_empty, tile_empty: only the producer's thread waits, and its own arrival allows what follows.
+ *   In the light kinds each warp arrives at k_empty for itself, past its read of the block's word.
  *
  *   tile_full: all warps of the consumers wait. The producer waits for tile_empty, where each warp arrives for itself.
  *
