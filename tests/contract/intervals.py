@@ -9,6 +9,8 @@ from tests.contract import gradients, runner
 
 #: The kernels that take them, forward and backward.
 TAKES = {"cpu_ref", "cpu_simd", "simt", "mma_sm80", "cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80"}
+#: Those that take them beside some options alone; tests/kernels/test_light_sm90.py and test_light_backward_sm90.py have their calls.
+TAKES_SOME = {"wgmma_sm90", "wgmma_fused_backward_sm90", "wgmma_dropout_backward_sm90"}
 #: More options of a call.
 OPTIONS = {
     "none": {},

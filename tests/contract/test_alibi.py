@@ -82,7 +82,8 @@ def test_slopes_are_the_bias_that_they_stand_for(kernel, shape, seq_q, seq_k):
     q, k, v = arrays_for(kernel, seq_q=seq_q, seq_k=seq_k)
     slopes = exact_slopes(shape)
     for causal, offset in ((False, seq_k - seq_q), ("bottom_right", seq_k - seq_q), ("top_left", 0)):
-        for options in ({}, {"softcap": 2.0, "window": (40, 9)}):
+        capped = {} if runner.listed_name(kernel) == "wgmma_sm90" else {"softcap": 2.0}  # which takes no softcap beside slopes
+        for options in ({}, {"window": (40, 9), **capped}):
             options = options | {"causal": causal}
             found = runner.attention(kernel, q, k, v, alibi=slopes, return_lse=True, **options)
             wanted = with_bias(kernel, q, k, v, bias=as_bias(slopes, seq_q, seq_k, offset), **options)

@@ -341,7 +341,7 @@ def test_what_a_build_says_of_itself(monkeypatch):
     for word in ("instances core", "CPU minutes", "FA_CUDA=0", "FA_ARCHS", "FA_INSTANCES=all"):
         assert word in first
     last = _build.count.last_line(_build.left_out(units), given)
-    assert last.startswith("fa_ext: FA_INSTANCES=core leaves out") and "13 of wgmma_sm90" in last
+    assert last.startswith("fa_ext: FA_INSTANCES=core leaves out") and "19 of wgmma_sm90" in last
     assert _build.count.last_line([], given) is None
 
 
