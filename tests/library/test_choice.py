@@ -140,6 +140,11 @@ PACKED = Case.sequences((1, 2, 1), (300, 40, 2000), 32, 8, 128, dtype="bfloat16"
         (Case(2, 28, 4, 1, 32768, 128, dtype="bfloat16"), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(3, 28, 4, 1, 6000, 128, dtype="bfloat16"), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 128, bias="full"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
+        (Case(1, 16, 16, 1024, 1024, 128, mask="full"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
+        (Case(64, 4, 4, 256, 256, 64, mask="full"), {"h": "mma_sm80", "a": "mma_sm80"}),  # a map costs more than it saves
+        (Case(1, 8, 8, 512, 512, 64, intervals="full"), {"h": "mma_sm80", "a": "mma_sm80"}),
+        (Case(64, 4, 4, 256, 256, 64, bias="full"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
+        (Case(2, 8, 8, 64, 4096, 128, bias="full"), {"h": "mma_sm80", "a": "mma_sm80"}),  # few tiles of many keys
         (Case(4, 16, 16, 2048, 2048, 192, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 64, dtype="float32"), {"h": "simt", "a": "simt"}),
         (Case(4, 16, 16, 2048, 2048, 128, dtype="float32"), {"h": "cublas", "a": "cublas"}),
