@@ -157,7 +157,7 @@ def test_any_byte_but_0_is_true(emulated):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("sinks", ["", ",sinks=same", ",sinks=large"])
 def test_queries_that_the_mask_hides_from_all_keys(emulated, kernel, head_dim, sinks):
-    """What they hold reaches nothing, their dq is 0, and their dlse goes to the sink alone. Hidden by the mask, and by
+    """Their contents reach nothing, their dq is 0, and their dlse goes to the sink alone. Hidden by the mask, and by
     the mask where causal leaves keys."""
     mask = np.random.default_rng(5).random((140, 200)) < 0.5
     mask[[0, 17, 64, 127, 139]] = False

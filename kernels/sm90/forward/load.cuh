@@ -15,7 +15,7 @@ template <class C> __device__ __forceinline__ Tile forward_tile(const ForwardPar
     return tile;
 }
 
-/* What consumers are told of a tile's blocks, in the light kinds: the words of its list, or without one of all blocks.
+/* The words of a tile's blocks, in the light kinds: those of its list, or without one of all blocks.
  */
 template <class C> struct ToldBlocks {
     const ForwardParams &p;

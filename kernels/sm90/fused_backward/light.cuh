@@ -1,4 +1,4 @@
-/* What an instance of the kind kLight has besides a range of keys a query: a boolean mask and intervals, as a pair map
+/* The options of the kind kLight, besides a range of keys a query: a boolean mask and intervals, as a pair map
  * with keys as rows, and ALiBi, each by a flag of the launch.
  *
  * Hidden pairs have 0 in place of P and dT by selection: what their scores, or the rows of queries and keys, hold
@@ -31,7 +31,7 @@ struct LightScore {
     int capacity;      // steps of a tile at most
 };
 
-/* What makes the lists. */
+/* Parameters of the kernel that makes the lists. */
 struct LightStepsParams {
     BackwardCall call;
     PairMap map; // with queries as rows, of which `seen` is read; NULL: ranges alone say it

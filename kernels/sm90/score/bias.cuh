@@ -10,7 +10,7 @@
 
 namespace fa::sm90 {
 
-/* Whose rows of keys, counted from the call's first visible one, are 16-byte aligned and a multiple of 16 bytes long.
+/* A bias whose rows of keys, counted from the call's first visible one, are 16-byte aligned and multiples of 16 bytes.
  */
 struct BiasParams {
     const void *data;  // NULL: none

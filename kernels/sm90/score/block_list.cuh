@@ -31,7 +31,7 @@ struct BlockLists {
     }
 };
 
-/* What a main loop makes of a call: warpgroups of 64 rows a tile, keys a block. */
+/* A call in the tiles and blocks of a main loop: warpgroups of 64 rows a tile, keys a block. */
 struct BlockShape {
     ShiftedBand visible;
     int seq_q, warpgroups, tile_n;
