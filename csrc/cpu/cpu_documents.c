@@ -16,7 +16,7 @@ static void intervals(const fa_problem *problem) {
     const int64_t *stride = p->starts.stride;
     for (int64_t b = 0; b < p->batch; b++) {
         int32_t *row = (int32_t *)p->starts.data + b * stride[0];
-        int64_t end = p->seq, span_end = p->seq, start = 0;
+        int64_t end = p->seq, span_end = end, start = 0;
         for (int64_t n = p->seq - 1; n >= 0; n--) {
             if (n % CHECKED == 0 && fa_stopped(problem)) return;
             const bool in_span = fa_in_span(&p->spans, p->spans_dtype, b, n);
