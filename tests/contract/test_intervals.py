@@ -70,9 +70,15 @@ def test_gradients_of_the_reference_are_differences():
 
 # ---- every kernel ----
 
+#: Every kind beside every option, of which a third runs by default.
+GRID = [
+    pytest.param(kind, name, marks=() if (n + k) % 3 == 0 else pytest.mark.slow)
+    for n, name in enumerate(intervals.OPTIONS)
+    for k, kind in enumerate(INTERVALS)
+]
 
-@pytest.mark.parametrize("name", intervals.OPTIONS)
-@pytest.mark.parametrize("kind", INTERVALS)
+
+@pytest.mark.parametrize("kind, name", GRID)
 def test_against_float64(taking, kind, name):
     for size in SIZES:
         case = intervals.case_of(taking, kind, name, *size)
