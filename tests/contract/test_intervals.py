@@ -2,6 +2,7 @@
 to the bits of the same call with a mask of all pairs; the others refuse them by name."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from bench.problems.dense import INTERVALS
 from fa_ext import reference
 from fa_ext.reference.backward import attention_backward
 from tests.contract import gradients, intervals, runner
+from tests.shares import some_of
 
 FORWARD, BACKWARD = fa_ext.kernels(), fa_ext.kernels("backward")
 TAKING = [kernel for kernel in (*FORWARD, *BACKWARD) if runner.listed_name(kernel) in intervals.TAKES]
@@ -70,15 +72,8 @@ def test_gradients_of_the_reference_are_differences():
 
 # ---- every kernel ----
 
-#: Every kind beside every option, of which a third runs by default.
-GRID = [
-    pytest.param(kind, name, marks=() if (n + k) % 3 == 0 else pytest.mark.slow)
-    for n, name in enumerate(intervals.OPTIONS)
-    for k, kind in enumerate(INTERVALS)
-]
 
-
-@pytest.mark.parametrize("kind, name", GRID)
+@pytest.mark.parametrize("kind, name", some_of(itertools.product(INTERVALS, intervals.OPTIONS)))
 def test_against_float64(taking, kind, name):
     for size in SIZES:
         case = intervals.case_of(taking, kind, name, *size)
