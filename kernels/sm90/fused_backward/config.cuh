@@ -7,6 +7,7 @@
 #include "common/dropout.cuh"
 #include "sm90/backward/keys.cuh" // find_queries
 #include "sm90/common/instance.cuh"
+#include "sm90/fused_backward/bias.cuh"
 #include "sm90/fused_backward/light.cuh"
 #include "sm90/fused_backward/rows.cuh"
 #include "sm90/fused_backward/step.cuh"
@@ -33,7 +34,7 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
-    static constexpr bool kOrdered = false, kDropout = false, kLight = false, kMasked = Kind != kFull,
+    static constexpr bool kOrdered = false, kDropout = false, kLight = false, kBias = false, kMasked = Kind != kFull,
                           kSoftcap = Kind == kCapped;
     static constexpr bool kSequences = false;
     // 64 Ki registers: what the consumers leave is the producer's.
@@ -56,6 +57,10 @@ template <class T, int HeadDim, int Kind> struct LightFusedConfig : OrderedFused
 };
 template <class T, int HeadDim, int Kind> struct DropoutLightFusedConfig : LightFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kDropout = true;
+};
+template <class T, int HeadDim, int Kind> struct GeneralFusedConfig : LightFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kBias = true;
+    static constexpr int kStages = 2, kKeyStages = 1; // the rest of shared memory is the bias's
 };
 template <class T, int HeadDim, int Kind> struct OrderedSequencesFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
     static constexpr bool kSequences = true;
@@ -86,10 +91,15 @@ struct DropoutFusedParams : OrderedFusedParams {
 struct LightFusedParams : DropoutFusedParams {
     LightScore light;
 };
+struct GeneralFusedParams : LightFusedParams {
+    CUtensorMap bias, dbias; // boxes of 64 queries x 64 keys, of all that there are; dbias: where stores_bias
+    int bias_step[2];        // factors of head and batch coordinates
+    bool stores_bias;
+};
 /* The work of one launch of an instance; members that it does not take say nothing. */
 struct FusedWork {
     LightRowsParams rows;
-    LightFusedParams fused;
+    GeneralFusedParams fused;
     LightFinishParams finish;
     LightStepsParams steps;
     SequenceList row_list, key_list; // of row blocks, and of tiles of keys
@@ -138,6 +148,7 @@ template <class C> struct FusedSmem {
     alignas(1024) char q[C::kStages][kQueryBytes];
     alignas(1024) char dout[C::kStages][kQueryBytes];
     alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
+    [[no_unique_address]] BiasTiles<C::kBias, C::kConsumers> bias;
     alignas(128) float4 dq[C::kConsumers][4][C::kOrdered ? 1 : kPartElements / 4];
     RowBlockOf<C> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];

@@ -24,6 +24,7 @@ template <class C> struct FusedConsumer {
     const int wg, warp, lane;
     RingState<C::kStages> ring{0};
     RingState<C::kKeyStages> kv_ring{0};
+    RingState<kBiasStages> bias_ring{0};
     uint32_t stored = 0; // steps whose dT is in shared memory
     uint32_t round = 0;  // of the tile
     int tile_key, stage;
@@ -135,6 +136,14 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ const LightScore &light() const {
         return static_cast<const LightFusedParams &>(p).light;
     }
+    __device__ __forceinline__ const GeneralFusedParams &general() const {
+        return static_cast<const GeneralFusedParams &>(p);
+    }
+    /* Of the bias of the step that has been weighed. */
+    __device__ __forceinline__ int first_bias_stage() const {
+        const int stage = bias_ring.stage - kTileQ / kBiasQueries;
+        return stage < 0 ? stage + kBiasStages : stage;
+    }
     __device__ __forceinline__ const Tile &tile() const { // there, for lack of registers
         return smem.tile[fresh(round) % Smem::kTileStages];
     }
@@ -161,12 +170,15 @@ template <class C> struct FusedConsumer {
         visible.load(map, map.plane(at.batch, at.head * p.call.group + member()),
                      (tile().row - light().map_key) / 16 + fresh(threadIdx.x) / 32 - 4, block(), lane);
     }
+    /* From this lane's first key to the place of its first query. */
+    __device__ __forceinline__ float first_distance() const {
+        const int key = tile().row + wg * 64 + warp * 16 + lane / 4;
+        return float(block() * kTileQ + light().diagonal + 2 * (lane % 4) - key);
+    }
     /* weigh() of all queries with ALiBi. A distance serves both keys, the second one 8 queries further on, and |.|
      * costs nothing there. */
     __device__ __forceinline__ void weigh_sloped(const float4 (&first)[kAhead]) {
-        const float slope = smem.rows[stage].slope;
-        const int key = tile().row + wg * 64 + warp * 16 + lane / 4;
-        const float distance = float(block() * kTileQ + light().diagonal + 2 * (lane % 4) - key);
+        const float slope = smem.rows[stage].slope, distance = first_distance();
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             const float4 own = j < kAhead ? first[j] : lse_of(j);
@@ -183,6 +195,8 @@ template <class C> struct FusedConsumer {
         }
     }
     __device__ __forceinline__ void weigh_light(const float4 (&first)[kAhead]) {
+        if constexpr (C::kBias)
+            return light().alibi ? weigh_biased<true>(*this, first) : weigh_biased<false>(*this, first);
         if (light().alibi) return weigh_sloped(first);
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) weigh(j, first);
@@ -389,6 +403,7 @@ template <class C> struct FusedConsumer {
             hide(weights);
             hide(words);
         }
+        if constexpr (C::kBias) leave_bias(*this);
         issue_dv<IsFirst>();
         if constexpr (IsFirst) {
             tma_store_fence(); // of the reads of the row block
@@ -396,6 +411,7 @@ template <class C> struct FusedConsumer {
             issue_dq();
             send_dq();
         }
+        if constexpr (C::kBias) pass_bias(*this);
         pending = member() * p.row_block_count + block();
         issue_dk<IsFirst>();
         ring.advance();

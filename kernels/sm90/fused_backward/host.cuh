@@ -3,6 +3,7 @@
 #pragma once
 #include "sm90/backward/host.cuh"
 #include "sm90/backward/sequence_calls.cuh"
+#include "sm90/fused_backward/bias_host.cuh"
 #include "sm90/fused_backward/config.cuh"
 #include "sm90/score/make_map.cuh"
 #include <algorithm> // min, max
@@ -32,16 +33,21 @@ struct FusedOwn {
     int64_t key_tiles;  // a kv head
     int64_t row_blocks; // a query head
     int64_t sink_parts; // a query head; 0: dsinks is not wanted
-    int64_t parts_at, map_at, rows_at, sums_at, steps_at,
-        turns_at;      // bytes into the workspace, which begins with counters
+    int64_t map_at, bias_at, rows_at, sums_at, steps_at,
+        turns_at;      // bytes into the workspace, which begins with counters; bias_at -1: no dS there
     SequenceRoom room; // of sequences
 };
 
-constexpr int64_t kFusedCounterBytes = 256;
+constexpr int64_t kFusedCounterBytes = 256; // partial sums of dsinks follow
 constexpr int kOrderedHeadDim = 64; // of calls that take sums of one order without options that ask for them, at most
 constexpr int kLightLeast = 128;    // queries and keys of calls of the kind kLight
 
-static int fused_kind(const fa_forward &f) { return has_map(f) || f.alibi.data ? kLight : backward_kind(f); }
+static int fused_kind(const fa_forward &f) {
+    if (f.bias.data) return kGeneral;
+    return has_map(f) || f.alibi.data ? kLight : backward_kind(f);
+}
+/* Whether an instance of a kind takes its steps from a list. */
+static bool has_steps(int kind) { return kind == kLight || kind == kGeneral; }
 
 /* Its row blocks have fused_tile_q() queries. */
 static SequenceTiles tiles_of(const fa_problem *problem, int columns) {
@@ -76,8 +82,8 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
         own->key_tiles = tiles.count(kTilesOfKeys), own->row_blocks = tiles.count(kTilesOfRows);
     }
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
-    own->parts_at = kFusedCounterBytes;
-    own->rows_at = own->parts_at + divide_up(entries * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    own->rows_at =
+        kFusedCounterBytes + divide_up(entries * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
     if (sequences) {
         own->room = room_of_sequences(own->rows_at, tiles_of(problem, own->columns));
         own->rows_at = own->room.end;
@@ -86,12 +92,17 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
         own->map_at = own->rows_at;
         own->rows_at = divide_up(fused_map(mapped_call(f), own->map_at).bytes, 256) * 256;
     }
+    own->bias_at = -1;
+    if (is_bias_summed(p)) {
+        own->bias_at = own->rows_at;
+        own->rows_at += bias_parts_bytes(f);
+    }
     int64_t row_block_bytes = tile_q * int64_t(3 * sizeof(float));
-    if (own->kind == kLight) row_block_bytes += sizeof(LightRowBlock<64>) - sizeof(FusedRowBlock<64>);
+    if (has_steps(own->kind)) row_block_bytes += sizeof(LightRowBlock<64>) - sizeof(FusedRowBlock<64>);
     const int64_t row_bytes = group * own->row_blocks * row_block_bytes;
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
-    const int64_t step_bytes = own->kind == kLight ? own->key_tiles * light_tile_bytes(group * own->row_blocks) : 0;
+    const int64_t step_bytes = has_steps(own->kind) ? own->key_tiles * light_tile_bytes(group * own->row_blocks) : 0;
     const int64_t pair_bytes = row_bytes + sum_bytes + step_bytes + turn_bytes;
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
@@ -176,7 +187,7 @@ const Instance *find_instance(const Instance (&instances)[N], const fa_problem *
                             [=](const Instance &i) { return i.ordered == ordered && i.sequences == sequences; });
     };
     const bool ordered =
-        p.ordered || sequences || kind == kLight || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
+        p.ordered || sequences || has_steps(kind) || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
     const Instance *found = find(ordered);
     return found || p.ordered || sequences ? found : find(!ordered);
 }
@@ -189,17 +200,17 @@ template <size_t N> int widest_ordered(const Instance (&instances)[N], int kind)
     return most;
 }
 
-/* Whether a mask, intervals or slopes of ALiBi stand beside what their instances take. */
-static bool light_fits(const fa_problem *problem, fa_why *why) {
+/* Whether a mask, intervals, slopes of ALiBi or a bias stand beside what their instances take. */
+static bool light_fits(const fa_problem *problem, int widest_head_dim, fa_why *why) {
     const fa_forward &f = problem->backward.forward;
-    const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS);
+    const int64_t light = problem->features & (FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_BIAS);
     if (!light) return true;
     const bool sequences = problem->sequences.given;
     if (sequences)
         fa_because(why, FA_REFUSES, FA_WHY_TOGETHER, light, FA_WITH_LENGTHS, 0);
     else if (f.softcap > 0)
         fa_because(why, FA_REFUSES, FA_WHY_SOFTCAP_BESIDE, 0, 0, 0);
-    return !sequences && f.softcap == 0;
+    return !sequences && f.softcap == 0 && takes_bias_tiles(problem->backward, widest_head_dim, why);
 }
 
 template <size_t N>
@@ -225,8 +236,8 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
                   (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
-    if (!light_fits(problem, why)) return FA_REFUSES;
     const int ordered = widest_ordered(instances, fused_kind(f));
+    if (!light_fits(problem, ordered, why)) return FA_REFUSES;
     if (p.ordered && f.head_dim > ordered) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, ordered, 0, 0);
     if (sequences && f.head_dim > kOrderedHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kOrderedHeadDim, 0, 0);
@@ -346,13 +357,14 @@ static fa_code fused_work(const fa_problem *problem, const FusedOwn &own, FusedW
     FA_TRY(problem->sequences.given ? fused_sequences(problem, own, work, launch)
                                     : fused_maps(p, fused_tile_q(own.columns), &fused, launch));
     rows.call = finish.call = fused.call;
-    if (own.kind == kLight) FA_TRY(fused_light(p, own, work, launch));
+    if (has_steps(own.kind)) FA_TRY(fused_light(p, own, work, launch));
+    if (own.kind == kGeneral) FA_TRY(fused_bias(p, own.bias_at, &fused, launch));
     rows.out = rows_operand(f.out), rows.dout = rows_operand(p.dout);
     rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
     rows.row_blocks = workspace + own.rows_at;
     rows.sums = reinterpret_cast<float *>(workspace + own.sums_at);
     if (own.ordered) rows.turns = fused.turns = reinterpret_cast<uint32_t *>(workspace + own.turns_at);
-    if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
+    if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + kFusedCounterBytes);
     rows.sinks = f.sinks.data, rows.sinks_stride = f.sinks.stride[0], rows.sinks_dtype = f.sinks_dtype;
     fused.row_blocks = rows.row_blocks;
     fused.sums = rows.sums, finish.sums = rows.sums;
@@ -428,8 +440,8 @@ static fa_code launch_call(const Instance *instances, const fa_problem *problem,
     if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
         FA_CHAOS_ARM(launch->stream, *launch);
         backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
-            reinterpret_cast<const float *>(static_cast<char *>(launch->workspace) + own.parts_at), own.sink_parts,
-            entries, f.heads, gradient(p, FA_GRAD_SINKS));
+            reinterpret_cast<const float *>(static_cast<char *>(launch->workspace) + kFusedCounterBytes),
+            own.sink_parts, entries, f.heads, gradient(p, FA_GRAD_SINKS));
         FA_CUDA_TRY(*launch, cudaGetLastError());
     }
     return FA_OK;

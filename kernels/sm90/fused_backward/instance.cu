@@ -31,7 +31,10 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
                    OfSequences<FusedFinishParams>{work.finish, work.row_list});
     } else {
         constexpr auto kFinish = fused_finish<T, kHeadDim, kTileQ>;
-        if constexpr (C::kLight)
+        if constexpr (C::kBias)
+            return run(fused_rows_light<T, kHeadDim, kTileQ>, work.rows, backward_fused_general<C>, work.fused,
+                       fused_finish_light<T, kHeadDim, kTileQ>, work.finish);
+        else if constexpr (C::kLight)
             return run(fused_rows_light<T, kHeadDim, kTileQ>, work.rows, backward_fused_light<C>, work.fused,
                        fused_finish_light<T, kHeadDim, kTileQ>, work.finish);
         else if constexpr (C::kDropout)

@@ -76,6 +76,7 @@ template <class C> struct FusedProducer {
     Smem &smem;
     RingState<C::kStages> ring{1};
     RingState<C::kKeyStages> kv_ring{1};
+    RingState<kBiasStages> bias_ring{1};
 
     __device__ __forceinline__ FusedProducer(const FusedParams &p, Smem &smem) : p(p), smem(smem) {}
 
@@ -126,7 +127,29 @@ template <class C> struct FusedProducer {
                                                   row + p.call.dout_row, head * p.dout_step[0],
                                                   at.batch * p.dout_step[1], kEvictLast);
             ring.advance();
+            if constexpr (C::kBias) load_bias(tile.row, walk.block * C::kTileQ, head, at.batch);
         }
+    }
+    /* Of a step. */
+    __device__ __forceinline__ void load_bias(int key, int query, int head, int batch) {
+        const auto &of = static_cast<const GeneralFusedParams &>(p);
+#pragma unroll 1
+        for (int n = 0; n < C::kTileQ / kBiasQueries; ++n, query += kBiasQueries) {
+            uint64_t *const full = &smem.bias.full[bias_ring.stage];
+            mbarrier_wait(&smem.bias.empty[bias_ring.stage], bias_ring.parity);
+            smem.bias.at[bias_ring.stage] = make_int4(key, query, head, batch);
+            mbarrier_arrive_expect(full, C::kConsumers * kBiasBoxBytes);
+            for (int wg = 0; wg < C::kConsumers; ++wg)
+                tma_load(smem.bias.box[bias_ring.stage][wg], &of.bias, full, key + wg * kBiasKeys, query,
+                         head * of.bias_step[0], batch * of.bias_step[1], kEvictFirst);
+            bias_ring.advance();
+        }
+    }
+    /* Lets the thread that stores tiles know that there are no more. */
+    __device__ __forceinline__ void end_bias() {
+        mbarrier_wait(&smem.bias.empty[bias_ring.stage], bias_ring.parity);
+        smem.bias.at[bias_ring.stage].x = INT_MIN;
+        mbarrier_arrive(&smem.bias.full[bias_ring.stage]);
     }
 };
 
@@ -187,6 +210,8 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
         next = announce(take(round));
         load_keys(next);
     }
+    if constexpr (C::kBias)
+        if (static_cast<const GeneralFusedParams &>(p).stores_bias) producer.end_bias();
 }
 
 template <class C, class Params> __device__ __forceinline__ void fused_block(const Params &p) {
@@ -220,6 +245,7 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
                 mbarrier_init(&smem.turns.seen[step], 1);
             }
         }
+        if constexpr (C::kBias) init_bias_barriers<C>(smem.bias, p.stores_bias);
         mbarrier_init_fence();
         if constexpr (C::kDropout) smem.dropout.words = fa_dropout_read(&p.dropout);
     }
@@ -234,6 +260,8 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
             if (warp == 1 && elect_one()) fused_open_steps<C>(p, smem);
             if (warp == 2 && elect_one()) fused_pass_turns<C>(p, smem);
         }
+        if constexpr (C::kBias)
+            if (warp == 3 && p.stores_bias && elect_one()) store_bias_tiles<C>(p, smem);
         if (warp > 0) return;
         if (!elect_one()) return;
         if constexpr (C::kSequences)
@@ -263,6 +291,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     backward_fused_light(const __grid_constant__ LightFusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_general(const __grid_constant__ GeneralFusedParams p) {
     fused_block<C>(p);
 }
 template <class C, class Params>

@@ -30,8 +30,9 @@
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16}
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
  * @instance ordered_d{64,128}_light_{f16,bf16} LightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
+ * @instance ordered_d{64,128}_general_{f16,bf16} GeneralFusedConfig {1} kGeneral {2:__half,__nv_bfloat16}
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
- * @core (ordered_)?d\d+_(masked_\w+|(full|light|capped)_bf16) sequences_\w+
+ * @core (ordered_)?d\d+_(masked_\w+|(full|light|general|capped)_bf16) sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
 #include <algorithm> // min
@@ -47,7 +48,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     if (answer != FA_TAKES) return answer;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    if (fa_own<FusedOwn>(plan).kind == kLight)
+    if (has_steps(fa_own<FusedOwn>(plan).kind))
         return std::min(f.seq_q, f.seq_k) >= kLightLeast
                    ? FA_TAKES
                    : fa_because(why, FA_DECLINES, FA_WHY_FEW_PAIRS, kLightLeast, 0, 0);
@@ -57,7 +58,9 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    return launch_call(kInstances, problem, plan, launch);
+    const FusedOwn &own = fa_own<FusedOwn>(plan);
+    FA_TRY(launch_call(kInstances, problem, plan, launch));
+    return own.bias_at < 0 ? FA_OK : launch_bias_sum(problem->backward, own.bias_at, *launch);
 }
 
 } // namespace fa::sm90
@@ -71,7 +74,7 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW |
+    .takes = FA_WITH_BIAS | FA_WITH_DBIAS | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW |
              FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
