@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(
 )
 #: Rows of whole 16 bytes: bands, groups, what nobody sees at both ends, all other options beside a bias.
 CASES = [
-    "B1,H1,S1x8,D64,bfloat16,bias=full",
+    "B1,H1,S3x8,D64,bfloat16,bias=full",
     "B1,H2/1,S257x296,D64,bfloat16,bias=full,causal=bottom_right",
     "B1,H2/1,S113x240,D128,bfloat16,bias=full,sinks=same",
     "B2,H2,S133x152,D96,bfloat16,bias=holes",
     "B2,H4/2,S133x152,D64,bfloat16,bias=full,window=30:20,layout=bshd",
-    "B2,H2/1,S133x248,D104,bfloat16,bias=alibi,mask=heads",
+    "B2,H2/1,S133x248,D104,bfloat16,bias=full,mask=heads",
     "B2,H2/1,S239x120,D40,bfloat16,bias=full,mask=strided,sinks=float32",
     "B1,H2/1,S133x152,D64,bfloat16,bias=full,mask=none,sinks=same",
     "B1,H2/1,S133x352,D128,bfloat16,bias=holes,mask=one",
@@ -137,7 +137,7 @@ def test_a_gradient_of_pairs_that_tiles_leave_out(emulated):
     report = gradients.judged(emulated(), problem, clean)
     assert report, report
     visible = mask & (np.arange(304) <= np.arange(190)[:, None] + 304 - 190)
-    assert (clean["bias"].astype(np.float32)[..., ~visible[0]][..., 0, :] == 0).all() or (clean["bias"].astype(np.float32).reshape(2, 190, 304)[~visible] == 0).all()
+    assert (clean["bias"].astype(np.float32).reshape(2, 190, 304)[~visible] == 0).all()
     for value in (np.nan, np.inf, -np.inf):
         problem.inputs["bias"] = np.where(visible, bias, np.asarray(value, bias.dtype)).astype(bias.dtype)
         assert not differ(gradients.run(emulated(), problem), clean), value

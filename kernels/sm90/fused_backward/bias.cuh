@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t bias_place(int warp, int lane) {
     return query * kSlabRowBytes + (chunk ^ lane % 8) * 16;
 }
 
-__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t row, const uint32_t *r) {
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t row, uint32_t *r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBiasSumThreads) sum_bias(const __grid_constan
 #pragma unroll 4
         for (int64_t h = 0; h < (p.sums_heads ? p.heads : 1); ++h) {
             const T *const from = static_cast<const T *>(p.parts) + first + h * p.seq_q * p.row_elements;
-            const uint4 eight = __ldcs(reinterpret_cast<const uint4 *>(from));
+            const uint4 eight = __ldcg(reinterpret_cast<const uint4 *>(from));
             const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

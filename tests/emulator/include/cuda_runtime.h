@@ -105,6 +105,10 @@ inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
     return memset(to, value, bytes), cudaSuccess;
 }
+inline cudaError_t cudaMemset2DAsync(void *to, size_t pitch, int value, size_t width, size_t rows, cudaStream_t) {
+    for (size_t row = 0; row < rows; ++row) memset(static_cast<char *>(to) + row * pitch, value, width);
+    return cudaSuccess;
+}
 
 namespace emu {
 
