@@ -109,7 +109,7 @@ BUDGET = {
     "serve_sm90": Budget(5, 6, 36),
     "wgmma_split_sm90": Budget(0, 0, 16),
     "wgmma_backward_sm90": Budget(17, 54, 111),
-    "wgmma_fused_backward_sm90": Budget(16, 24, 52),
+    "wgmma_fused_backward_sm90": Budget(17, 28, 58),
     "wgmma_dropout_backward_sm90": Budget(3, 8, 30),
     "mma_sm80": Budget(12, 12, 98),
     "mma_backward_sm80": Budget(9, 17, 261),

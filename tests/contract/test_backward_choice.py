@@ -51,6 +51,7 @@ def test_its_reasons():
         ("h200", "B4,H16,S4096,D128,bfloat16,causal=True", "wgmma_backward_sm90"),
         ("h100", "B2,H8/2,S900,D64,float16,window=128:0,sinks=same", "wgmma_backward_sm90"),
         ("h200", "B2,H4,S300,D64,float16,bias=full", "mma_backward_sm80"),
+        ("h200", "B2,H4,S304,D64,float16,bias=full", "wgmma_fused_backward_sm90"),
         ("h200", "B1,H8,S2048,D256,bfloat16", "wgmma_backward_sm90"),
         ("h200", "B1,H8/2,S700,D136,float16,causal=bottom_right,softcap=5.0", "wgmma_backward_sm90"),
         ("h200", "B1,H8,S2048,D192/128,bfloat16", "wgmma_backward_sm90"),

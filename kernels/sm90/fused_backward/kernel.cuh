@@ -39,7 +39,7 @@
  * Of the kind kLight (light.cuh) the steps of a tile are a list that a small kernel has left, and the producer says
  * with each stage which one it is. Where it holds queries that the mask hides from all keys, both warpgroups clear half
  * of these rows and meet at a named barrier before they multiply: the one ahead waits there for the one behind, which
- * waits for nothing of it up to that step.
+ * waits for nothing of it up to that step. The kind kGeneral has a bias besides, in a ring of its own: bias.cuh.
  *
  * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of full, kv_full and tile_full all warps wait;
  * the next phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for

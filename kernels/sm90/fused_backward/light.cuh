@@ -1,5 +1,5 @@
-/* The options of the kind kLight, besides a range of keys a query: a boolean mask and intervals, as a pair map
- * with keys as rows, and ALiBi, each by a flag of the launch.
+/* The options of the kinds kLight and kGeneral, besides a range of keys a query: a boolean mask and intervals, as a
+ * pair map with keys as rows, and ALiBi, each by a flag of the launch.
  *
  * Hidden pairs have 0 in place of P and dT by selection: what their scores, or the rows of queries and keys, hold
  * reaches nothing. Of queries that the mask hides from all keys not even 0 times Q and dO may be taken, which NaN

@@ -1,4 +1,5 @@
-/* The steps of tiles in instances of the kind kLight: a list a tile, of the blocks of queries that see a pair of it.
+/* The steps of tiles in instances of the kinds kLight and kGeneral: a list a tile, of the blocks of queries that see a
+ * pair of it.
  *
  * A warp makes a tile's list before the products. For each block it counts the tiles of the block that add to its sums
  * before: turns count those that see the block alone, so that the first and the last to add are known, and no tile

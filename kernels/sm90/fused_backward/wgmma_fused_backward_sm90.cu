@@ -2,10 +2,11 @@
  * specialisation.
  *
  *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   rows.cuh
- *     steps:  with a mask or ALiBi, the list of steps of each tile                       light_steps.cuh
+ *     steps:  with a mask, ALiBi or a bias, the list of steps of each tile               light_steps.cuh
  *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         kernel.cuh
  *     finish: dq from its sums; in order, of queries that see no key alone               rows.cuh
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward/host.cuh
+ *     bias:   dbias, where TMA does not store it, from what each pair leaves             bias_sum.cuh
  *
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq.
  * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True,
@@ -20,8 +21,10 @@
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
- * head_dim, out of q's dtype; no bias. Heads go in groups where their workspace does not fit. Boolean masks and ALiBi
- * (light.cuh) have instances of one order, without softcap.
+ * head_dim, out of q's dtype. Heads go in groups where their workspace does not fit. Boolean masks, intervals and ALiBi
+ * (light.cuh), and a bias beside them (bias.cuh), have instances of one order, without softcap. A bias is of q's dtype,
+ * with rows of whole 16 bytes; its gradient is stored by TMA, or takes 2 bytes a pair of workspace where it is a sum over
+ * the batch or heads, of another dtype or stride, or added to what is there.
  *
  * @arch sm_90a
  * @instances instance.cu
@@ -32,7 +35,7 @@
  * @instance ordered_d{64,128}_light_{f16,bf16} LightFusedConfig {1} kLight {2:__half,__nv_bfloat16}
  * @instance ordered_d{64,128}_general_{f16,bf16} GeneralFusedConfig {1} kGeneral {2:__half,__nv_bfloat16}
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
- * @core (ordered_)?d\d+_(masked_\w+|(full|light|general|capped)_bf16) sequences_\w+
+ * @core (ordered_)?d\d+_(masked_\w+|(full|light|general)_bf16) (d128|ordered_d64)_capped_bf16 sequences_\w+
  */
 #include "sm90/fused_backward/host.cuh"
 #include <algorithm> // min
