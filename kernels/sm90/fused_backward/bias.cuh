@@ -135,7 +135,7 @@ __device__ __forceinline__ void store_bias_tiles(const Params &p, Smem &smem) {
         if (at.x == INT_MIN) break;
         mbarrier_wait(&bias.done[ring.stage], ring.parity);
         for (int wg = 0; wg < C::kConsumers; ++wg)
-            tma_store(&p.dbias, bias.box[ring.stage][wg], at.x + wg * kBiasKeys, at.y, at.z, at.w);
+            tma_store(&p.dbias, bias.box[ring.stage][wg], at.x + wg * kBiasKeys, at.y, at.z, at.w - p.bias_first);
         tma_store_commit();
         tma_store_wait_read();
         mbarrier_arrive(&bias.empty[ring.stage]);

@@ -30,10 +30,39 @@ inline bool is_bias_stored(const fa_backward &p) {
 /* Whether it is made of what the pairs leave in workspace. */
 inline bool is_bias_summed(const fa_backward &p) { return wants_bias(p) && !is_bias_stored(p); }
 
+constexpr int64_t kBiasAlignment = 256;
+
 /* Of rows of dS in workspace. */
 inline int64_t bias_row_elements(const fa_forward &f) { return (f.seq_k + 7) / 8 * 8; }
-inline int64_t bias_parts_bytes(const fa_forward &f) {
-    return divide_up(f.batch * f.heads * f.seq_q * bias_row_elements(f) * 2, 256) * 256;
+/* Of a kv head's query heads. */
+inline int64_t bias_pair_bytes(const fa_forward &f) {
+    return f.heads_kv ? f.heads / f.heads_kv * f.seq_q * bias_row_elements(f) * 2 : 0;
+}
+/* How many pairs of a batch entry and a kv head of at most `pairs` one launch has: whole batch entries where their dS
+ * goes to workspace, all of them if it is summed over the batch. 0: too few fit. */
+inline int64_t pairs_of_launch(const fa_backward &p, int64_t pairs) {
+    const fa_forward &f = p.forward;
+    if (!is_bias_summed(p) || pairs >= f.batch * f.heads_kv) return pairs;
+    return is_bias_summed_over(p, 0) ? 0 : pairs / f.heads_kv * f.heads_kv;
+}
+
+/* The call with batch and heads exchanged if that lets sums over the batch go in groups of heads: without sinks, which
+ * heads have, and groups of query heads. `room` is for it. */
+inline const fa_problem *by_heads(const fa_problem *problem, fa_problem *room) {
+    const fa_backward &given = problem->backward;
+    if (!is_bias_summed(given) || !is_bias_summed_over(given, 0) || is_bias_summed_over(given, 1) ||
+        given.forward.sinks.data || given.forward.heads != given.forward.heads_kv)
+        return problem;
+    *room = *problem;
+    fa_backward &p = room->backward;
+    fa_forward &f = p.forward;
+    std::swap(f.batch, f.heads), f.heads_kv = f.heads;
+    for (fa_operand *x : {&f.q, &f.k, &f.v, &f.out, &f.bias, &f.mask, &f.alibi, &f.intervals, &p.dout, &p.lse, &p.dlse})
+        std::swap(x->stride[0], x->stride[1]);
+    for (const fa_grad grad : {FA_GRAD_Q, FA_GRAD_K, FA_GRAD_V, FA_GRAD_BIAS})
+        std::swap(p.grad[grad].stride[0], p.grad[grad].stride[1]);
+    p.bias_sums = (p.bias_sums & ~3u) | (p.bias_sums & 1) << 1 | (p.bias_sums >> 1 & 1);
+    return room;
 }
 
 /* Whether TMA reads the bias, if there is one, and its gradient has a row a query. */
@@ -52,7 +81,27 @@ inline bool takes_bias_tiles(const fa_backward &p, int widest_head_dim, fa_why *
 /* Maps of the kernel that includes this. */
 static thread_local CachedTensorMap cached_bias_maps[2] = {{FA_OPERAND_bias}, {FA_OPERAND_bias}};
 
-/* The maps of a call's bias and of where its gradient goes, which becomes 0 where tiles may leave pairs out. */
+/* `batch` entries of dS become 0. */
+static fa_code clear_bias(const fa_operand &x, const fa_forward &f, int64_t batch, const fa_launch &launch) {
+    FA_CUDA_TRY(launch, cudaMemset2DAsync(x.data, size_t(x.stride[2]) * 2, 0, size_t(f.seq_k) * 2,
+                                          size_t(batch * f.heads * f.seq_q), static_cast<cudaStream_t>(launch.stream)));
+    return FA_OK;
+}
+/* Whether tiles leave pairs out, whose dS is 0. */
+inline bool leaves_pairs_out(const fa_forward &f) {
+    return has_map(f) || f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED || f.key_begin > 0 || f.key_end < f.seq_k;
+}
+/* Where dS goes: into the gradient, or, from a launch's first batch entry on, to workspace. */
+inline fa_operand bias_target(const fa_backward &p, int64_t parts_at, const fa_launch &launch) {
+    fa_operand x = p.grad[FA_GRAD_BIAS];
+    if (parts_at < 0) return x;
+    x.data = static_cast<char *>(launch.workspace) + parts_at;
+    x.stride[2] = bias_row_elements(p.forward), x.stride[1] = p.forward.seq_q * x.stride[2];
+    x.stride[0] = p.forward.heads * x.stride[1], x.stride[3] = 1;
+    return x;
+}
+
+/* The maps of a call's bias and of where its dS goes. */
 static fa_code fused_bias(const fa_backward &p, int64_t parts_at, GeneralFusedParams *to, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     if (f.seq_q == 0 || f.seq_k == 0) return FA_OK; // no tile touches a map
@@ -64,27 +113,25 @@ static fa_code fused_bias(const fa_backward &p, int64_t parts_at, GeneralFusedPa
     to->stores_bias = wants_bias(p);
     if (!to->stores_bias) return FA_OK;
 
-    fa_operand x = p.grad[FA_GRAD_BIAS];
-    if (parts_at >= 0) {
-        const int64_t row = bias_row_elements(f);
-        x.data = static_cast<char *>(launch.workspace) + parts_at;
-        x.stride[2] = row, x.stride[1] = f.seq_q * row, x.stride[0] = f.heads * x.stride[1];
-    }
-    const bool whole =
-        !has_map(f) && f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED && f.key_begin == 0 && f.key_end == f.seq_k;
-    if (!whole)
-        FA_CUDA_TRY(launch,
-                    cudaMemset2DAsync(x.data, size_t(x.stride[2]) * 2, 0, size_t(f.seq_k) * 2,
-                                      size_t(f.batch * f.heads * f.seq_q), static_cast<cudaStream_t>(launch.stream)));
+    const fa_operand x = bias_target(p, parts_at, launch);
+    if (parts_at < 0 && leaves_pairs_out(f)) FA_TRY(clear_bias(x, f, f.batch, launch));
     return encode(&to->dbias, x, cached_bias_maps[1]);
 }
 
-/* The gradient of the bias from what has been left in workspace. */
-static fa_code launch_bias_sum(const fa_backward &p, int64_t parts_at, const fa_launch &launch) {
+/* What comes before and after a launch that leaves the dS of pairs [first, first + pairs) in workspace: what is left
+ * out becomes 0; the gradient of the bias is made of it. */
+static fa_code begin_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
+                              GeneralFusedParams *to, const fa_launch &launch) {
+    to->bias_first = int(first / p.forward.heads_kv);
+    if (!leaves_pairs_out(p.forward)) return FA_OK;
+    return clear_bias(bias_target(p, parts_at, launch), p.forward, pairs / p.forward.heads_kv, launch);
+}
+static fa_code end_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
+                            const fa_launch &launch) {
     const fa_forward &f = p.forward;
-    const BiasSumParams params = {
+    BiasSumParams params = {
         .parts = static_cast<char *>(launch.workspace) + parts_at,
-        .batch = f.batch,
+        .batch = pairs / f.heads_kv,
         .heads = f.heads,
         .seq_q = f.seq_q,
         .seq_k = f.seq_k,
@@ -93,6 +140,9 @@ static fa_code launch_bias_sum(const fa_backward &p, int64_t parts_at, const fa_
         .sums_heads = is_bias_summed_over(p, 1),
         .to = gradient(p, FA_GRAD_BIAS),
     };
+    if (!params.sums_batch)
+        params.to.data = static_cast<char *>(params.to.data) +
+                         first / f.heads_kv * params.to.stride[0] * int64_t(fa_dtype_size(params.to.dtype));
     const int64_t blocks = divide_up(bias_sum_threads(params), kBiasSumThreads);
     return f.dtype == FA_F16 ? fa_start(sum_bias<__half>, blocks, kBiasSumThreads, 0, launch, params)
                              : fa_start(sum_bias<__nv_bfloat16>, blocks, kBiasSumThreads, 0, launch, params);

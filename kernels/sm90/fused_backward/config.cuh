@@ -94,6 +94,7 @@ struct LightFusedParams : DropoutFusedParams {
 struct GeneralFusedParams : LightFusedParams {
     CUtensorMap bias, dbias; // boxes of 64 queries x 64 keys, of all that there are; dbias: where stores_bias
     int bias_step[2];        // factors of head and batch coordinates
+    int bias_first;          // batch entry that dbias begins with
     bool stores_bias;
 };
 /* The work of one launch of an instance; members that it does not take say nothing. */

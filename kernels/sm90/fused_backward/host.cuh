@@ -92,21 +92,22 @@ static bool fused_sizes(const fa_problem *problem, const fa_device_info *device,
         own->map_at = own->rows_at;
         own->rows_at = divide_up(fused_map(mapped_call(f), own->map_at).bytes, 256) * 256;
     }
-    own->bias_at = -1;
-    if (is_bias_summed(p)) {
-        own->bias_at = own->rows_at;
-        own->rows_at += bias_parts_bytes(f);
-    }
     int64_t row_block_bytes = tile_q * int64_t(3 * sizeof(float));
     if (has_steps(own->kind)) row_block_bytes += sizeof(LightRowBlock<64>) - sizeof(FusedRowBlock<64>);
     const int64_t row_bytes = group * own->row_blocks * row_block_bytes;
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
     const int64_t step_bytes = has_steps(own->kind) ? own->key_tiles * light_tile_bytes(group * own->row_blocks) : 0;
+    const int64_t bias_bytes = is_bias_summed(p) ? bias_pair_bytes(f) : 0;
     const int64_t pair_bytes = row_bytes + sum_bytes + step_bytes + turn_bytes;
-    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
-    own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
+    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at -
+                         (bias_bytes ? kBiasAlignment : 0);
+    const int64_t all_bytes = pair_bytes + bias_bytes;
+    own->pairs = all_bytes == 0 ? all : left < all_bytes ? 0 : std::min(all, left / all_bytes);
+    own->pairs = pairs_of_launch(p, own->pairs);
     if (all > 0 && (own->pairs == 0 || left < 0)) return false;
+    own->bias_at = bias_bytes ? own->rows_at : -1;
+    own->rows_at += divide_up(own->pairs * bias_bytes, kBiasAlignment) * kBiasAlignment;
     own->sums_at = own->rows_at + own->pairs * row_bytes;
     own->steps_at = own->sums_at + own->pairs * sum_bytes;
     own->turns_at = own->steps_at + own->pairs * step_bytes;
@@ -246,7 +247,8 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.instance = int(found - instances);
     own.ordered = found->ordered, own.columns = found->head_dim, own.kind = found->kind;
-    if (!fused_sizes(problem, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    if (!fused_sizes(problem, device, &own, plan))
+        return fa_because(why, FA_REFUSES, is_bias_summed(p) ? FA_WHY_BIAS_WORKSPACE : FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     if (sequences && 2 * std::max(own.key_tiles, own.row_blocks) > // twice: turns.block
                          (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
@@ -421,8 +423,10 @@ static fa_code launch_fused(const Instance &instance, const fa_backward &p, cons
     return instance.launch(*work, launch);
 }
 
-static fa_code launch_call(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
-                           const fa_launch *launch) {
+/* before(work, first, pairs) and after(first, pairs): of each group of pairs. */
+template <class Before, class After>
+fa_code launch_call(const Instance *instances, const fa_problem *problem, const fa_plan *plan, const fa_launch *launch,
+                    Before before, After after) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     const FusedOwn &own = fa_own<FusedOwn>(plan);
@@ -433,9 +437,12 @@ static fa_code launch_call(const Instance *instances, const fa_problem *problem,
         work.fused.dropout = problem->forward.dropout;
         work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->forward.dropout)); // 1 without dropout
         work.fused.scale *= work.fused.kept, work.rows.delta_factor = 1 / work.fused.kept;
-        for (int64_t first = 0; first < all; first += own.pairs)
-            FA_TRY(
-                launch_fused(instances[own.instance], p, own, &work, first, std::min(own.pairs, all - first), *launch));
+        for (int64_t first = 0; first < all; first += own.pairs) {
+            const int64_t pairs = std::min(own.pairs, all - first);
+            FA_TRY(before(&work, first, pairs));
+            FA_TRY(launch_fused(instances[own.instance], p, own, &work, first, pairs, *launch));
+            FA_TRY(after(first, pairs));
+        }
     }
     if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
         FA_CHAOS_ARM(launch->stream, *launch);

@@ -24,7 +24,9 @@ static fa_answer dropout_plan(const fa_problem *problem, const fa_device_info *d
 }
 
 static fa_code dropout_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    return launch_call(kInstances, problem, plan, launch);
+    return launch_call(
+        kInstances, problem, plan, launch, [](FusedWork *, int64_t, int64_t) { return FA_OK; },
+        [](int64_t, int64_t) { return FA_OK; });
 }
 
 } // namespace fa::sm90

@@ -47,7 +47,8 @@ static const Instance kInstances[] = {FA_INSTANCES(FA_FUSED_INSTANCE)};
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
-    const fa_answer answer = plan_fused(kInstances, problem, device, plan, why);
+    fa_problem room;
+    const fa_answer answer = plan_fused(kInstances, by_heads(problem, &room), device, plan, why);
     if (answer != FA_TAKES) return answer;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
@@ -61,9 +62,17 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const FusedOwn &own = fa_own<FusedOwn>(plan);
-    FA_TRY(launch_call(kInstances, problem, plan, launch));
-    return own.bias_at < 0 ? FA_OK : launch_bias_sum(problem->backward, own.bias_at, *launch);
+    const int64_t parts_at = fa_own<FusedOwn>(plan).bias_at;
+    fa_problem room;
+    const fa_problem *const view = by_heads(problem, &room);
+    const fa_backward &p = view->backward;
+    const auto before = [&](FusedWork *work, int64_t first, int64_t pairs) {
+        return parts_at < 0 ? FA_OK : begin_bias_sum(p, parts_at, first, pairs, &work->fused, *launch);
+    };
+    const auto after = [&](int64_t first, int64_t pairs) {
+        return parts_at < 0 ? FA_OK : end_bias_sum(p, parts_at, first, pairs, *launch);
+    };
+    return launch_call(kInstances, view, plan, launch, before, after);
 }
 
 } // namespace fa::sm90
