@@ -13,7 +13,7 @@ from bench.problems.placement import Unplaceable, dtype_of, place
 from tests.contract import gradients, runner
 from tests.contract.__main__ import main as judge_cases
 from tests.contract.gradients import KERNELS, fit, judged, make, placed, run, verdict
-from tests.shares import some_of
+from tests.contract.shares import some_of
 
 DTYPES = ("float16", "bfloat16", "float32")
 # Small cases that reach the memory paths of a kernel, for compute-sanitizer.

@@ -17,7 +17,7 @@ from fa_ext.dropout import philox
 from tests.contract import gradients, runner
 from tests.contract.devices import DEVICES
 from tests.contract.gradients import make, run, verdict
-from tests.shares import some_of
+from tests.contract.shares import some_of
 
 FORWARD = tuple(k for k in fa_ext.kernels() if runner.takes(k, **runner.SIMPLEST.host_inputs(), dropout=(0.1, 1)))
 BACKWARD = tuple(k for k in gradients.WITH_DROPOUT if k in fa_ext.kernels("backward"))

@@ -13,7 +13,7 @@ from bench.problems.dense import INTERVALS
 from fa_ext import reference
 from fa_ext.reference.backward import attention_backward
 from tests.contract import gradients, intervals, runner
-from tests.shares import some_of
+from tests.contract.shares import some_of
 
 FORWARD, BACKWARD = fa_ext.kernels(), fa_ext.kernels("backward")
 TAKING = [kernel for kernel in (*FORWARD, *BACKWARD) if runner.listed_name(kernel) in intervals.TAKES]

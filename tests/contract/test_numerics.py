@@ -14,7 +14,7 @@ from bench.problems.case import Case
 from fa_ext import reference
 from fa_ext.judge import judge
 from tests.contract import emulations, large_logits, runner
-from tests.shares import some_of
+from tests.contract.shares import some_of
 
 SIZE = dict(batch=1, heads=2, seq_q=40, seq_k=150, head_dim=32, head_dim_v=24, dtype="float32")
 ADVERSARIAL = {

@@ -133,7 +133,7 @@ for shape in ((1, 3), (4, 1), (1, 1)):
 
 
 def test_sums_in_groups(emulated):
-    """What a pair leaves takes 134 KB; sums over the batch go in groups of heads, sums over heads in groups of the batch."""
+    """The dS of a pair takes 134 KB; sums over the batch go in groups of heads, sums over heads in groups of the batch."""
     name = emulated()
     environment = os.environ | {"FA_EXT_WORKSPACE_MB": "1"}
     code = [sys.executable, "-c", LIMITED, str(emulated.targets[name])]

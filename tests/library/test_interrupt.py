@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fa_ext
-from tests.shares import some_of
+from tests.contract.shares import some_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads CPU seconds in /proc")
 

@@ -5,6 +5,7 @@
 #include "sm90/fused_backward/config.cuh"
 #include "sm90/score/make_map.cuh" // has_map
 #include <cstdint>                 // uintptr_t
+#include <utility>                 // swap
 
 namespace fa::sm90 {
 
@@ -118,7 +119,7 @@ static fa_code fused_bias(const fa_backward &p, int64_t parts_at, GeneralFusedPa
     return encode(&to->dbias, x, cached_bias_maps[1]);
 }
 
-/* What comes before and after a launch that leaves the dS of pairs [first, first + pairs) in workspace: what is left
+/* The steps before and after a launch that leaves the dS of pairs [first, first + pairs) in workspace: what is left
  * out becomes 0; the gradient of the bias is made of it. */
 static fa_code begin_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
                               GeneralFusedParams *to, const fa_launch &launch) {

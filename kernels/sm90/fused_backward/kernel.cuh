@@ -62,6 +62,7 @@
 #pragma once
 #include "sm90/fused_backward/consume.cuh"
 #include "sm90/fused_backward/turns.cuh"
+#include <climits>     // INT_MIN
 #include <type_traits> // conditional_t
 
 namespace fa::sm90 {

@@ -23,8 +23,8 @@
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
  * head_dim, out of q's dtype. Heads go in groups where their workspace does not fit. Boolean masks, intervals and ALiBi
  * (light.cuh), and a bias beside them (bias.cuh), have instances of one order, without softcap. A bias is of q's dtype,
- * with rows of whole 16 bytes; its gradient is stored by TMA, or takes 2 bytes a pair of workspace where it is a sum over
- * the batch or heads, of another dtype or stride, or added to what is there.
+ * with rows of whole 16 bytes. TMA stores its gradient; where that is a sum over the batch or heads, of another dtype
+ * or stride, or added to what is there, it takes 2 bytes a pair of workspace.
  *
  * @arch sm_90a
  * @instances instance.cu
@@ -86,8 +86,9 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_BIAS | FA_WITH_DBIAS | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW |
-             FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_LENGTHS | FA_WITH_RANGES,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_SINKS | FA_WITH_SOFTCAP |
+             FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED |
+             FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
 };
