@@ -12,6 +12,7 @@ import fa_ext
 from fa_ext import _build
 from tests import emulator
 from tests.contract import changing, runner
+from tests.contract.shares import some_of
 
 OTHERS = fa_ext.kernels("append") + fa_ext.kernels("documents")
 KERNELS = [name for name in (*fa_ext.kernels(), *fa_ext.kernels("backward"), *OTHERS) if next(changing.cases(name), None)]
@@ -34,7 +35,7 @@ def survives(*arguments):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if runner.device_of(name) == "cpu"])
+@pytest.mark.parametrize("kernel", some_of((name for name in KERNELS if runner.device_of(name) == "cpu"), 2))
 def test_a_thread_changes_them(kernel):
     survives(kernel, "0.2")
 

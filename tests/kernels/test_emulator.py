@@ -26,10 +26,13 @@ from tests.contract import gradients, lse_views, runner
 from tests.contract.devices import DEVICES
 from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
-    reason="the emulator is for g++ on x86-64 Linux",
-)
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(
+        shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
+        reason="the emulator is for g++ on x86-64 Linux",
+    ),
+]
 
 SEEDS = (0, 1, 2)
 SIMT = ("-DHEAD_DIM=64", "-DBLOCK_M=64", "-DBLOCK_N=32", "-DNUM_WARPS=4", "-DKEY_GROUPS=2")
