@@ -1,7 +1,6 @@
 /* Host side of the bias of wgmma_fused_backward_sm90 and of its gradient. */
 #pragma once
 #include "sm90/backward/host.cuh"
-#include "sm90/fused_backward/bias_sum.cuh"
 #include "sm90/fused_backward/config.cuh"
 #include "sm90/score/make_map.cuh" // has_map
 #include <cstdint>                 // uintptr_t
@@ -117,36 +116,6 @@ static fa_code fused_bias(const fa_backward &p, int64_t parts_at, GeneralFusedPa
     const fa_operand x = bias_target(p, parts_at, launch);
     if (parts_at < 0 && leaves_pairs_out(f)) FA_TRY(clear_bias(x, f, f.batch, launch));
     return encode(&to->dbias, x, cached_bias_maps[1]);
-}
-
-/* The steps before and after a launch that leaves the dS of pairs [first, first + pairs) in workspace: what is left
- * out becomes 0; the gradient of the bias is made of it. */
-static fa_code begin_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
-                              GeneralFusedParams *to, const fa_launch &launch) {
-    to->bias_first = int(first / p.forward.heads_kv);
-    if (!leaves_pairs_out(p.forward)) return FA_OK;
-    return clear_bias(bias_target(p, parts_at, launch), p.forward, pairs / p.forward.heads_kv, launch);
-}
-static fa_code end_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
-                            const fa_launch &launch) {
-    const fa_forward &f = p.forward;
-    BiasSumParams params = {
-        .parts = static_cast<char *>(launch.workspace) + parts_at,
-        .batch = pairs / f.heads_kv,
-        .heads = f.heads,
-        .seq_q = f.seq_q,
-        .seq_k = f.seq_k,
-        .row_elements = bias_row_elements(f),
-        .sums_batch = is_bias_summed_over(p, 0),
-        .sums_heads = is_bias_summed_over(p, 1),
-        .to = gradient(p, FA_GRAD_BIAS),
-    };
-    if (!params.sums_batch)
-        params.to.data = static_cast<char *>(params.to.data) +
-                         first / f.heads_kv * params.to.stride[0] * int64_t(fa_dtype_size(params.to.dtype));
-    const int64_t blocks = divide_up(bias_sum_threads(params), kBiasSumThreads);
-    return f.dtype == FA_F16 ? fa_start(sum_bias<__half>, blocks, kBiasSumThreads, 0, launch, params)
-                             : fa_start(sum_bias<__nv_bfloat16>, blocks, kBiasSumThreads, 0, launch, params);
 }
 
 } // namespace fa::sm90

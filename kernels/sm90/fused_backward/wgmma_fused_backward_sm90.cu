@@ -37,6 +37,7 @@
  * @instance sequences_ordered_d64_masked_{f16,bf16} OrderedSequencesFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
  * @core (ordered_)?d\d+_(masked_\w+|(full|light|general)_bf16) (d128|ordered_d64)_capped_bf16 sequences_\w+
  */
+#include "sm90/fused_backward/bias_sum.cuh"
 #include "sm90/fused_backward/host.cuh"
 #include <algorithm> // min
 
@@ -59,6 +60,36 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     return (p.wants & kAll) == kAll && fused_is_faster(problem, device, fa_own<FusedOwn>(plan))
                ? FA_TAKES
                : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
+}
+
+/* The steps before and after a launch that leaves the dS of pairs [first, first + pairs) in workspace: what is left
+ * out becomes 0; the gradient of the bias is made of it. */
+static fa_code begin_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
+                              GeneralFusedParams *to, const fa_launch &launch) {
+    to->bias_first = int(first / p.forward.heads_kv);
+    if (!leaves_pairs_out(p.forward)) return FA_OK;
+    return clear_bias(bias_target(p, parts_at, launch), p.forward, pairs / p.forward.heads_kv, launch);
+}
+static fa_code end_bias_sum(const fa_backward &p, int64_t parts_at, int64_t first, int64_t pairs,
+                            const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    BiasSumParams params = {
+        .parts = static_cast<char *>(launch.workspace) + parts_at,
+        .batch = pairs / f.heads_kv,
+        .heads = f.heads,
+        .seq_q = f.seq_q,
+        .seq_k = f.seq_k,
+        .row_elements = bias_row_elements(f),
+        .sums_batch = is_bias_summed_over(p, 0),
+        .sums_heads = is_bias_summed_over(p, 1),
+        .to = gradient(p, FA_GRAD_BIAS),
+    };
+    if (!params.sums_batch)
+        params.to.data = static_cast<char *>(params.to.data) +
+                         first / f.heads_kv * params.to.stride[0] * int64_t(fa_dtype_size(params.to.dtype));
+    const int64_t blocks = divide_up(bias_sum_threads(params), kBiasSumThreads);
+    return f.dtype == FA_F16 ? fa_start(sum_bias<__half>, blocks, kBiasSumThreads, 0, launch, params)
+                             : fa_start(sum_bias<__nv_bfloat16>, blocks, kBiasSumThreads, 0, launch, params);
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
