@@ -376,7 +376,7 @@ def test_mutant_without_a_barrier(emulated, monkeypatch, kernel, barrier, instea
 
 
 HIDDEN = {
-    "simt": "if (key >= shared.keys.end) return {-1, 0};",
+    "simt": "if (key >= shared.keys.end || key < shared.held.begin || key >= shared.held.end) return {-1, 0};",
     "mma_sm80": "if (key < shared.keys.begin || key >= shared.keys.end) return {kNowhere, kNowhere};",
 }
 
