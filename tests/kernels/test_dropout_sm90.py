@@ -124,7 +124,7 @@ def test_mutants_of_the_forward(emulated, old, new):
     ("keeps(low) ? products[low] : own.x", "keeps(low) ? products[low] : 0.0f"),
     ("keeps(high) ? scores[high] : 0.0f", "scores[high]"),
     ("-delta * p.delta_factor", "-delta"),
-    ("if (!IsFirst) at.advance();", ""),
+    ("else if (!IsFirst)\n                at.advance();", ""),
 ])  # fmt: skip
 def test_mutants_of_the_backward(emulated, old, new):
     kernel = emulated(BACKWARD, old, edit=replaced(old, new))

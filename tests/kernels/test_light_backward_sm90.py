@@ -376,10 +376,10 @@ def reason(options, kernel=PLAIN):
 
 
 @pytest.mark.parametrize("options, said", [
-    ("D64,mask=full,softcap=5.0", "softcap beside neither"),
-    ("D64,alibi=heads,softcap=5.0", "softcap beside neither"),
+    ("D64,mask=full,softcap=5.0", "no softcap beside a bias, a boolean mask"),
+    ("D64,alibi=heads,softcap=5.0", "no softcap beside a bias, a boolean mask"),
     ("D192,mask=full", "up to 128"),
-    ("D64,bias=full,mask=full", "takes no"),
+    ("D64,bias=full32,mask=full", "a bias of q's dtype alone"),
 ])  # fmt: skip
 def test_what_is_refused(options, said):
     if PLAIN not in fa_ext.kernels("backward"):
