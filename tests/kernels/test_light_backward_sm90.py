@@ -370,16 +370,16 @@ def test_mutants(emulated, old, new):
 
 
 def reason(options, kernel=PLAIN):
-    problem = gradients.make(Case.parse(f"B1,H2,S256,bfloat16,{options}"))
+    problem = gradients.make(Case.parse(f"B1,H2,S256,{options}"))
     chosen, reasons = fa_ext.explain_backward(**problem.inputs, device=gradients.DEVICES["h200"], kernel=kernel)
     return reasons[kernel] if chosen is None else None
 
 
 @pytest.mark.parametrize("options, said", [
-    ("D64,mask=full,softcap=5.0", "no softcap beside a bias, a boolean mask"),
-    ("D64,alibi=heads,softcap=5.0", "no softcap beside a bias, a boolean mask"),
-    ("D192,mask=full", "up to 128"),
-    ("D64,bias=full32,mask=full", "a bias of q's dtype alone"),
+    ("D64,bfloat16,mask=full,softcap=5.0", "no softcap beside a bias, a boolean mask"),
+    ("D64,bfloat16,alibi=heads,softcap=5.0", "no softcap beside a bias, a boolean mask"),
+    ("D192,bfloat16,mask=full", "up to 128"),
+    ("D64,bfloat16,bias=full32,mask=full", "a bias of q's dtype alone"),
 ])  # fmt: skip
 def test_what_is_refused(options, said):
     if PLAIN not in fa_ext.kernels("backward"):
