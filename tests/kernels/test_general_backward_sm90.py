@@ -12,11 +12,12 @@ import pytest
 
 import fa_ext
 from bench.problems.case import Case
-from bench.problems.placement import dtype_of, place
+from bench.problems.placement import Unplaceable, dtype_of, place
 from fa_ext import _build
 from tests import emulator
 from tests.contract import gradients, runner
 from tests.emulator.emulated import on_the_cpu, replaced
+from tests.kernels.emulated_gradients import differ, given, held, schedule
 
 KERNEL = "wgmma_fused_backward_sm90"
 pytestmark = pytest.mark.skipif(
@@ -60,29 +61,6 @@ def emulated(tmp_path_factory):
     get.targets = {}
     with on_the_cpu(loaded.values):
         yield get
-
-
-def schedule(monkeypatch, seed, blocks, together=1):
-    for name, value in (("SEED", seed), ("SMS", blocks), ("TOGETHER", together)):
-        monkeypatch.setenv(f"FA_EMULATOR_{name}", str(value))
-
-
-def given(case, wrt=None, **arrays):
-    """The problem of a case, its bias or mask replaced; out and LSE are those of the reference."""
-    problem = gradients.make(Case.parse(case), **({"wrt": wrt} if wrt else {}))
-    known = {n: x for n, x in problem.inputs.items() if n not in ("dout", "dlse", "out", "lse")} | arrays
-    out, lse = fa_ext.reference.attention(**known)
-    problem.inputs |= arrays | {"out": out.astype(problem.inputs["out"].dtype), "lse": lse.astype(np.float32)}
-    return problem
-
-
-def held(kernel, problem, **order):
-    report = gradients.verdict(kernel, problem, **order)
-    assert report, report
-
-
-def differ(a, b):
-    return [name for name in a if (runner.bits(a[name]) != runner.bits(b[name])).any()]
 
 
 @pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q", "k", "v", "bias")], ids=["fixed", "learnt"])
@@ -155,7 +133,7 @@ def test_what_is_refused(emulated, what):
     bias = {"keys": bias[:, :1], "queries": bias[..., :1], "float32": bias.astype(np.float32), "odd rows": bias[..., :195].copy()}[what]
     if what == "odd rows":
         case = case.replace("200", "195")
-    with pytest.raises(fa_ext.UnsupportedError, match="takes a bias of q's dtype alone, with head_dim up to 128"):
+    with pytest.raises(Unplaceable, match="takes a bias of q's dtype alone, with head_dim up to 128"):
         gradients.run(emulated(), given(case, bias=bias))
 
 

@@ -17,6 +17,7 @@ from fa_ext import _build
 from tests import emulator
 from tests.contract import gradients, runner
 from tests.emulator.emulated import on_the_cpu, replaced
+from tests.kernels.emulated_gradients import differ, given, held, schedule
 
 PLAIN, DROPOUT = "wgmma_fused_backward_sm90", "wgmma_dropout_backward_sm90"
 on_emulator = pytest.mark.skipif(
@@ -80,31 +81,8 @@ def emulated(tmp_path_factory):
         yield get
 
 
-def schedule(monkeypatch, seed, blocks, together=1):
-    for name, value in (("SEED", seed), ("SMS", blocks), ("TOGETHER", together)):
-        monkeypatch.setenv(f"FA_EMULATOR_{name}", str(value))
-
-
-def given(case, **arrays):
-    """The problem of a case, its mask or slopes replaced; out and LSE are those of the reference."""
-    problem = gradients.make(Case.parse(case))
-    known = {n: x for n, x in problem.inputs.items() if n not in ("dout", "dlse", "out", "lse")} | arrays
-    out, lse = fa_ext.reference.attention(**known)
-    problem.inputs |= arrays | {"out": out.astype(problem.inputs["out"].dtype), "lse": lse.astype(np.float32)}
-    return problem
-
-
-def held(kernel, problem, **order):
-    report = gradients.verdict(kernel, problem, **order)
-    assert report, report
-
-
 def finite(got):
     return all(np.isfinite(x.astype(np.float32)).all() for x in got.values())
-
-
-def differ(a, b):
-    return [name for name in a if (runner.bits(a[name]) != runner.bits(b[name])).any()]
 
 
 @on_emulator

@@ -70,10 +70,8 @@ inline bool takes_bias_tiles(const fa_backward &p, int widest_head_dim, fa_why *
     const fa_forward &f = p.forward;
     const fa_operand &x = f.bias;
     if (!x.data) return true;
-    bool taken = f.bias_dtype == f.dtype && x.stride[3] == 1 && x.stride[2] > 0 && !(p.bias_sums >> 2);
-    for (int axis = 0; axis < 3; ++axis)
-        taken = taken && x.stride[axis] % 8 == 0 && x.stride[axis] >= 0 && x.stride[axis] < INT64_C(1) << 38;
-    taken = taken && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+    const bool taken =
+        f.bias_dtype == f.dtype && !(p.bias_sums >> 2) && takes_tensor_map(x, FA_OPERAND_bias, f.seq_k, f.seq_q, why);
     if (!taken) fa_because(why, FA_REFUSES, FA_WHY_BIAS_ROWS, widest_head_dim, 0, 0);
     return taken;
 }
