@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def judge(name, case=CASE, **options):
-    options = {"baselines": ["numpy"], "rounds": 24, "seconds": 3.0, "time_limit": 60.0, **options}
+    options = {"baselines": ["numpy"], "rounds": 24, "seconds": 30.0, "time_limit": 60.0, **options}
     return gate.judge_one(f"{CHEATS_TIMED}:{name}", case, "cpu", **options)
 
 
@@ -83,17 +83,18 @@ def test_draws_are_secret_unless_they_are_given():
 def test_a_given_seed_repeats_a_run_and_never_passes():
     first = judge("keeps_the_mask", limit=50.0)
     assert first["verdict"] == "FAIL" and not first["seed_given"] and first["seed"] > 2**32
-    found = gate.judge_one(f"{CHEATS}:honest", CASE, "cpu", ["numpy"], 50.0, rounds=24, seconds=3.0, seed=7)
+    found = gate.judge_one(f"{CHEATS}:honest", CASE, "cpu", ["numpy"], 50.0, rounds=24, seconds=30.0, seed=7)
     assert found["correct"] and found["verdict"] == "UNDECIDED" and (found["seed"], found["seed_given"]) == (7, True)
     assert "seed 7 was given" in found["failures"][-1]
     assert gate.judge_one(f"{CHEATS}:zeros", CASE, "cpu", ["numpy"], seed=7)["verdict"] == "FAIL"
 
 
 def test_the_command_says_that_a_seed_was_given(capfd):
-    line = ["gate", f"{CHEATS}:honest", "--case", CASE, "--device", "cpu", "--baseline", "numpy", "--seconds", "1", "--limit", "50"]
+    line = ["gate", f"{CHEATS}:honest", "--case", CASE, "--device", "cpu", "--baseline", "numpy", "--rounds", "24",
+            "--seconds", "30", "--limit", "50"]  # fmt: skip
     assert main([*line, "--seed", "7"]) == 2
     assert "repeated with seed 7, which was given" in capfd.readouterr().out
-    assert main([*line, "--json"]) == 0
+    assert main([*line, "--json"]) == 0  # 24 rounds decide; a machine that takes long for them still ends
     printed = json.loads(capfd.readouterr().out)["gates"][0]
     assert printed["seed_given"] is False and printed["verdict"] == "PASS"
 
