@@ -9,6 +9,8 @@ N-th test, from the I-th on.
 import json
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "FA_EMULATOR_OBJECTS" not in os.environ:  # workers of pytest-xdist inherit it
+        os.environ["FA_EMULATOR_OBJECTS"] = folder = tempfile.mkdtemp(prefix="fa_emulator_")
+        config.add_cleanup(lambda: (os.environ.pop("FA_EMULATOR_OBJECTS"), shutil.rmtree(folder, ignore_errors=True)))
     try:
         from hypothesis import settings
     except ImportError:

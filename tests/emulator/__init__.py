@@ -39,6 +39,7 @@ import os
 import re
 import shlex
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,19 +92,18 @@ def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90, macro:
         raise EmulationError(str(error)) from None
 
 
-def _compile(target: Path, argv: list[str], text: str | None) -> Path:
-    """Compiles unless the same was compiled from the same text; `text` None: argv ends in a file."""
+def _compile(folder: Path, stem: str, argv: list[str], text: str | None) -> Path:
+    """The object of a text, compiled unless it is in the folder already; `text` None: argv ends in a file."""
     read = text if text is not None else Path(argv[-1]).read_text()
     if text is None:
         headers = [*sorted((HERE / "include").iterdir()), HERE / "runtime" / "machine.h", CSRC / "fa.h"]
         read += "".join(path.read_text() for path in headers)
     digest = hashlib.sha256("\0".join([*argv, read]).encode()).hexdigest()
-    stamp = target.with_suffix(".digest")
-    if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
-        fresh = target.with_name(f"{target.name}.{os.getpid()}")  # others may compile the same machine beside this
+    target = folder / f"{stem}.{digest[:24]}.o"
+    if not target.exists():
+        fresh = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}")  # others may compile the same beside this
         _run([*argv[:-1], "-o", str(fresh), argv[-1]], text)
         fresh.replace(target)
-        stamp.write_text(digest)
     return target
 
 
@@ -122,7 +122,9 @@ def build(
     kernel: a name of kernels/ or the path of a .cu file. instances: a regular expression; instances that it does not match
     are left out (a call that needs one raises UnsupportedError). device: an entry of devices.json, the H200 by default.
     races: a race in shared memory is an error that names both places; several times slower.
-    edit: called with the text of each compilation after translation, returns what to compile instead: for mutants.
+    edit: called with the text of each compilation after translation, returns what to compile instead: for mutants. One
+    that changes no text is an error: the line that a mutant was made of is gone.
+    Objects are kept by their content, in FA_EMULATOR_OBJECTS or beside the target: what an edit leaves alone is compiled once.
     A source without a kernel of the table becomes a library that exports what it exports. Raises EmulationError.
     """
     from fa_ext import _build
@@ -132,31 +134,33 @@ def build(
         from tests.contract.devices import DEVICES
 
         device = DEVICES["h200"]
-    folder = target.with_suffix(".objects")
+    folder = Path(os.environ.get("FA_EMULATOR_OBJECTS") or target.parent / "emulator.objects")
     folder.mkdir(parents=True, exist_ok=True)
     files = (source, *(path for path in _build.directives(source).beside if path.suffix == ".cu"))
     units = [u for file in files for u in _build.units_of(file, lambda name: re.search(instances, name), apart=True)]
     units = [u for u in units if "." not in u.name or re.search(instances, u.name.partition(".")[2])]
 
-    def compile_unit(unit):
+    def translated(unit):
         text = preprocessed(unit.source, (*unit.flags, *flags), device["cc"], unit.macro)
-        text = edit(text) if edit else text
+        return unit, text, edit(text) if edit else text
+
+    def compile_unit(unit, text):
         checks = _RACE_FLAGS if races else ()
         argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, *_ALIGNMENT_FLAGS, *checks, "-x", "c++", "-fpreprocessed", "-c", "-"]
-        return _compile(folder / f"{unit.name}.o", argv, text)
+        return _compile(folder, unit.name, argv, text)
 
     def compile_runtime(path):
-        argv = [*_compiler(), *_FLAGS, *_RUNTIME_FLAGS, f"-I{HERE / 'include'}", f"-I{CSRC}", *_defines(device),
-                f"-DFA_EMULATED_ARCH={device['cc']}0", f"-DFA_EMULATED_NAME={source.stem}", "-c", str(path)]  # fmt: skip
         # The machine is the same for all kernels; what describes the kernel is not.
-        own = path.stem == "kernel"
-        place = folder if own else target.parent / "emulator.objects"
-        place.mkdir(exist_ok=True)
-        argv = argv if own else [x for x in argv if not x.startswith("-DFA_EMULATED_NAME")]
-        return _compile(place / f"runtime-{path.stem}.o", argv, None)
+        own = (f"-DFA_EMULATED_NAME={source.stem}",) if path.stem == "kernel" else ()
+        argv = [*_compiler(), *_FLAGS, *_RUNTIME_FLAGS, f"-I{HERE / 'include'}", f"-I{CSRC}", *_defines(device),
+                f"-DFA_EMULATED_ARCH={device['cc']}0", *own, "-c", str(path)]  # fmt: skip
+        return _compile(folder, f"runtime-{path.stem}", argv, None)
 
     with ThreadPoolExecutor(jobs) as pool:
-        objects = list(pool.map(compile_unit, units))
+        texts = list(pool.map(translated, units))
+        if edit and all(before == after for _, before, after in texts):
+            raise EmulationError(f"the edit changes nothing in {source.name}, of its instances {instances!r}")
+        objects = list(pool.map(lambda one: compile_unit(one[0], one[2]), texts))
         runtime = sorted((HERE / "runtime").glob("*.cpp"))
         listed = "FA_KERNEL_ABI" in source.read_text()
         objects += pool.map(compile_runtime, [path for path in runtime if listed or path.stem != "kernel"])
