@@ -215,6 +215,9 @@ typedef struct fa_forward {
     fa_operand q_segments, k_segments;
     int64_t intervals_end; /* elements from the begin of an interval to its end */
     int intervals_count;   /* n: 1 or 2 */
+    /* (B, H) in stride[0] and stride[1], float32; data NULL: none. Raised to the largest scale * (q . k) of the pairs
+     * that see each other, before softcap and all that is added. NaN raises nothing; batch stride 0: of all entries. */
+    fa_operand max_logit;
 } fa_forward;
 
 /* One result of attention over a part of the keys. */
@@ -462,7 +465,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 8
+#define FA_KERNEL_ABI 9
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.
