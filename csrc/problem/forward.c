@@ -209,8 +209,11 @@ static fa_code check_max_logit(const fa_request *request, fa_forward *p, fa_stat
     const int64_t shape[2] = {p->batch, p->heads};
     if (!view) return FA_OK;
     const bool own = view->ndim == 2; /* of each entry */
-    FA_TRY(fa_check_extents("max_logit", view, status));
-    if (view->dtype == FA_F32 && !own && (view->ndim != 1 || view->shape[0] != p->heads))
+    bool fits = own || view->ndim == 1;
+    for (int axis = 0; fits && axis < view->ndim; axis++) fits = view->shape[axis] == shape[axis + !own];
+    if (view->dtype != FA_F32)
+        return fa_fail(status, FA_ETYPE, "max_logit has dtype %s; accepted: float32", fa_dtype_name(view->dtype));
+    if (!fits)
         return fa_fail(status, FA_EVALUE, "max_logit has shape %s; accepted: (heads,) = (%lld,) or (batch, heads) = %s",
                        fa_show_shape(view->shape, view->ndim).text, (long long)p->heads, fa_show_shape(shape, 2).text);
     FA_TRY(fa_check_output("max_logit", view, shape + !own, view->ndim, 1u << FA_F32, "q", request->q, status));
@@ -432,6 +435,7 @@ fa_code fa_forward_workspace(const fa_request *request, size_t bytes, fa_problem
     FA_TRY(fa_check_apart(FA_FORWARD, "workspace", view, request, NULL, status));
     FA_TRY(fa_check_disjoint("workspace", view, "out", request->out, status));
     FA_TRY(fa_check_disjoint("workspace", view, "lse", request->lse, status));
+    FA_TRY(fa_check_disjoint("workspace", view, "max_logit", request->max_logit, status));
     problem->workspace = bytes ? view->data : NULL;
     return FA_OK;
 }

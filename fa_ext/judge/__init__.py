@@ -162,7 +162,7 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
 
 def verify(
     q, k, v, *, out=None, return_lse=True, workspace=None, check=None, stream=None, kernel=None, batch_invariant=False,
-    max_logit=None, **options: Any,
+    **options: Any,
 ) -> Report:  # fmt: skip
     """Runs ``fa_ext.attention`` with these arguments on outputs poisoned with NaN, and judges it against float64.
 
@@ -178,7 +178,7 @@ def verify(
     layout = asked.layout or "bhsd"
     call: dict[str, Any] = dict(
         options, return_lse=return_lse, workspace=workspace, check=check, stream=stream, kernel=kernel,
-        batch_invariant=batch_invariant, max_logit=max_logit,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     ran, _ = fa_ext.explain(q, k, v, **call, out=out)
     if ran is None:
@@ -191,7 +191,7 @@ def verify(
         out = _poisoned_outputs(host, layout, device, return_lse)
     else:
         _poison(out, host, layout, device, stream)
-    before = None if max_logit is None else fa_ext.to_numpy(max_logit).copy()
+    before = None if asked.max_logit is None else fa_ext.to_numpy(asked.max_logit).copy()
     result = fa_ext.attention(q, k, v, **call, out=out)
     got, lse = result if isinstance(result, tuple) else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
@@ -214,8 +214,8 @@ def verify(
     else:
         exempt = spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
     found: tuple[str, ...] = ()
-    if max_logit is not None:
-        raised = (xp.asarray(x) for x in (fa_ext.to_numpy(max_logit), before))
+    if before is not None:
+        raised = (xp.asarray(x) for x in (fa_ext.to_numpy(asked.max_logit), before))
         found = logits.failures(*raised, host[0], host[1], **vars(asked))
     if packed:  # one batch entry of (T, H, Dv)
         truth, ordinary = tuple(x[None] for x in truth), tuple(x[None] for x in ordinary)

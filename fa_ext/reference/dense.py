@@ -37,7 +37,8 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4
 class Options:
     """The options of ``fa_ext.attention`` besides q, k and v, with their defaults. The verifiers and the tests' cases
     speak of options by this class, so that a new one is a field here and its meaning below. ``dropout`` may be a ``Dropout``
-    that was read already."""
+    that was read already.
+    ``max_logit`` changes no result: what it is raised to, ``reference.max_logit`` says."""
 
     causal: bool | str = False
     scale: float | None = None
@@ -48,6 +49,7 @@ class Options:
     sinks: Any = None
     alibi: Any = None
     intervals: Any = None
+    max_logit: Any = None
     cu_seqlens_q: Any = None
     seqlens_q: Any = None
     max_seqlen_q: int | None = None

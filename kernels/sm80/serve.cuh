@@ -1,5 +1,5 @@
-/* mma_sm80 for sequences, pages, positions, segments, intervals, ALiBi, dropout, max_logit and float32 results: a block takes
- * units of work (64 rows and the keys that they see, or a part of them), one after another.
+/* mma_sm80 for sequences, pages, positions, segments, intervals, ALiBi, dropout, max_logit and float32 results: a
+ * block takes units of work (64 rows and the keys that they see, or a part of them), one after another.
  *
  * Tiles of keys are walked from the first to the last. While one is at work the next is on its way by cp.async, row by
  * row, and the keys after it are looked up. No phases are counted: a thread waits for its own copies, then
