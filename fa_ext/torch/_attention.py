@@ -60,8 +60,8 @@ def attention(
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), for packed q (H, T), float32 (float64 for float64).
     return_max_logit : bool
         Also return, as the last, the largest scale * (q . k) of each head over the pairs that see each other, (H,), float32: -inf
-        where there are none. It has no gradient. Not with page_table, out or max_seqlen_q, nor under ``torch.func.vmap``, and gradients
-        have no derivative then.
+        where there are none. It has no gradient, and the gradients of such a call have no derivative. Not with page_table, out or
+        max_seqlen_q.
     dropout_p : float
         Probability that a weight is dropped, 0 to 1. What is dropped is drawn from torch's generator of q's device: anew at
         each call and at each replay of a CUDA graph. What a checkpoint or a compiler computes again drops the same. Pairs count
