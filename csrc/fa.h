@@ -210,14 +210,11 @@ typedef struct fa_forward {
     fa_dtype bias_dtype, sinks_dtype;
     fa_dtype out_dtype, lse_dtype;
     bool wants_lse; /* the caller wants the LSE */
-    /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. A query sees the keys of its own
-     * id alone. */
+    /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. Queries see keys of their id. */
     fa_operand q_segments, k_segments;
     int64_t intervals_end; /* elements from the begin of an interval to its end */
     int intervals_count;   /* n: 1 or 2 */
-    /* (B, H) in stride[0] and stride[1], float32; data NULL: none. Raised to the largest scale * (q . k) of the pairs
-     * that see each other, before softcap and all that is added. NaN raises nothing; batch stride 0: of all entries. */
-    fa_operand max_logit;
+    fa_operand max_logit;  /* (B, H), float32, raised to the largest scale * (q . k) that is seen; data NULL: none */
 } fa_forward;
 
 /* One result of attention over a part of the keys. */

@@ -102,8 +102,7 @@ static void narrow_end(const work *w, narrow_row *r) {
     char *to = (char *)element(&p->out, p->out_dtype, w->entry->batch, r->head, w->entry->entry.first_q + r->query);
     write_row(to, p->out_dtype, p->out.stride[3], r->o, p->head_dim_v);
     if (p->lse.data) write_lse(w, r->head, r->query, r->maximum, r->sum);
-    if (w->problem->forward.max_logit.data)
-        fa_raise_logit(&w->problem->forward, w->entry->batch, r->head, r->logit);
+    if (w->problem->forward.max_logit.data) fa_raise_logit(&w->problem->forward, w->entry->batch, r->head, r->logit);
 }
 
 #endif

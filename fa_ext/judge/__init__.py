@@ -191,7 +191,7 @@ def verify(
         out = _poisoned_outputs(host, layout, device, return_lse)
     else:
         _poison(out, host, layout, device, stream)
-    before = None if asked.max_logit is None else fa_ext.to_numpy(asked.max_logit).copy()
+    before = None if asked.max_logit is None else asked.max_logit.copy()
     result = fa_ext.attention(q, k, v, **call, out=out)
     got, lse = result if isinstance(result, tuple) else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
@@ -215,8 +215,8 @@ def verify(
         exempt = spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
     found: tuple[str, ...] = ()
     if before is not None:
-        raised = (xp.asarray(x) for x in (fa_ext.to_numpy(asked.max_logit), before))
-        found = logits.failures(*raised, host[0], host[1], **vars(asked))
+        raised = xp.asarray(fa_ext.to_numpy(options["max_logit"]))
+        found = logits.failures(raised, xp.asarray(before), host[0], host[1], **vars(asked))
     if packed:  # one batch entry of (T, H, Dv)
         truth, ordinary = tuple(x[None] for x in truth), tuple(x[None] for x in ordinary)
         got, lse, exempt = (None if x is None else x[None] for x in (got, lse, exempt))

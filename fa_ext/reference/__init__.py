@@ -32,7 +32,7 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
     return attend(q, k, v, asked, rows=rows, xp=xp)
 
 
-def max_logit(q, k, *, xp=None, **options):
+def max_logit(q, k, *, rows=None, xp=None, **options):
     """The largest scale * (q . k) of each head in float64, over the pairs that see each other: what ``max_logit`` is raised to.
 
     Arguments as for ``attention``. Softcap and what is added to scores count only where -inf hides a key; NaN is passed over.
@@ -47,7 +47,7 @@ def max_logit(q, k, *, xp=None, **options):
     if sequences:
         serving.attention(q, k, k, xp=xp, logits=logits, **options)
     else:
-        attend(q, k, k, asked, xp=xp, logits=logits)
+        attend(q, k, k, asked, rows=rows, xp=xp, logits=logits)
     return logits
 
 

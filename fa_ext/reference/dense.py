@@ -63,7 +63,7 @@ class Options:
     layout: str | None = None
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
-    ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals", *INDICES)
+    ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals", "max_logit", *INDICES)
     PAIRS = ("k_range", "segments")
 
     def __post_init__(self):

@@ -36,8 +36,8 @@ __device__ __forceinline__ const Sight &sight_of(const AttentionParams &, int64_
 /* Softcap, bias and mask for the rows [0, kRows) of one warp's scores in shared memory: products in, scores out (not in
  * base 2, whose logarithm of e would be one more rounding). Lanes lie along the keys, so that bias and mask are read in
  * order, four rows at a time, so that reads overlap. `sight`: none in a dense call; else an object that says of every
- * row what it sees, and what ALiBi takes from a bias; then comes back the largest scaled product that some row sees, where
- * it `wants_logit`. */
+ * row what it sees, and what ALiBi takes from a bias; then comes back the largest scaled product that some row sees,
+ * where it `wants_logit`. */
 template <typename T, int kRows, int kKeys, int kStride, class... Sight>
 __device__ __noinline__ auto general_scores(const AttentionParams &p, const Options &o, float *scores, int64_t batch,
                                             int64_t head, int64_t row0, int64_t key0, const Sight &...sight) {

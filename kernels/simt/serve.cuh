@@ -241,7 +241,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
     /* Products to scores, by way of shared memory. The largest scaled product of this lane, where it is wanted. */
     __device__ __forceinline__ float score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
-                                          const TileSpot &spot, int64_t head, const GeneralSight &sight) const {
+                                           const TileSpot &spot, int64_t head, const GeneralSight &sight) const {
         float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();

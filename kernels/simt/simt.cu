@@ -11,10 +11,10 @@
  *
  * Whole dense surface: float16, bfloat16, float32; any strides (16-byte loads where they allow it, else element loads);
  * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys. Calls
- * with more (sequences of any length, pages, k_range, positions, segments, intervals, ALiBi, dropout, max_logit, float32
- * results) have instances of their own with one tile a head_dim, so that a sequence's bits are its own: simt/serve.cuh. Limits:
- * no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query rows
- * against many keys leave most of the GPU idle.
+ * with more (sequences of any length, pages, k_range, positions, segments, intervals, ALiBi, dropout, max_logit,
+ * float32 results) have instances of their own with one tile a head_dim, so that a sequence's bits are its own:
+ * simt/serve.cuh. Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so
+ * that a few query rows against many keys leave most of the GPU idle.
  *
  * @tune BLOCK_M=32 of 16 32 64 128
  * @tune BLOCK_N=32 of 16 32 64 128

@@ -82,8 +82,7 @@ inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *d
                           0);
     const bool dropout = problem->forward.dropout.threshold;
     own = {};
-    own.dressed =
-        p.bias.data || p.mask.data || p.q_segments.data || p.intervals.data || p.max_logit.data || dropout;
+    own.dressed = p.bias.data || p.mask.data || p.q_segments.data || p.intervals.data || p.max_logit.data || dropout;
     own.cuts = !dropout;
     own.pack = dropout || p.heads_kv == 0 ? 1 : int(p.heads / p.heads_kv);
     own.tiles_m = ((s.packed_q ? 1 : p.seq_q) * own.pack + kServeRows - 1) / kServeRows;

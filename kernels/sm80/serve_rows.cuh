@@ -58,9 +58,7 @@ struct Slots {
 
 /* The largest scaled products of a lane's rows so far; of dressed instances. */
 template <bool kDressed> struct RowLogits {};
-template <> struct RowLogits<true> {
-    float logit[2] = {-INFINITY, -INFINITY};
-};
+template <> struct RowLogits<true> { float logit[2] = {-INFINITY, -INFINITY}; };
 
 template <class C> struct ServeRows : MmaWarp<C>, RowLogits<C::kDressed> {
     using Base = MmaWarp<C>;
