@@ -60,7 +60,8 @@ def test_no_races(emulated, kernel):
 MISTAKES = {
     "hidden keys seen": ("simt", "if (!sees || sum == -", "if constexpr (!kDense) logit = fmaxf(logit, score * scale);\nif (!sees || sum == -", "mask, softcap"),
     "plain products lost": ("simt", "if (max_logit.at) logit = lane.largest(s);", "", "causal"),
-    "before the mask": ("mma_sm80", "if (hides) rows.mask(s,", "if (hides && !of_products) rows.mask(s,", "causal"),
+    "before the mask": ("mma_sm80", "if (!of_products) score(s, row, first);",
+                        "if (of_products) rows.note_logits(s, args, job, shared, row, first);\nof_products = false;\nscore(s, row, first);", "causal"),
     "a bias that hides": ("mma_sm80", "if (p.bias.data) hide_biased(s, args, job, shared, row, key);", "", None),
     "the pack's first head": ("mma_sm80", "args.max_logit.raise(job.batch, job.at(args, row + 8 * i).head, top);", "args.max_logit.raise(job.batch, job.first_head, top);", "none"),
     "signed order below 0": ("simt", "atomicMin(reinterpret_cast<unsigned *>(to), __float_as_uint(logit));", "atomicMax(reinterpret_cast<int *>(to), __float_as_int(logit));", "negative"),
