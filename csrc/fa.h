@@ -210,11 +210,11 @@ typedef struct fa_forward {
     fa_dtype bias_dtype, sinks_dtype;
     fa_dtype out_dtype, lse_dtype;
     bool wants_lse; /* the caller wants the LSE */
-    /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. A query sees the keys of its own
-     * id alone. */
+    /* (B, Sq) and (B, Sk) in stride[0], int32, each row contiguous; data NULL: none. Queries see keys of their id. */
     fa_operand q_segments, k_segments;
     int64_t intervals_end; /* elements from the begin of an interval to its end */
     int intervals_count;   /* n: 1 or 2 */
+    fa_operand max_logit;  /* (B, H), float32, raised to the largest scale * (q . k) that is seen; data NULL: none */
 } fa_forward;
 
 /* One result of attention over a part of the keys. */
@@ -462,7 +462,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 8
+#define FA_KERNEL_ABI 9
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

@@ -14,6 +14,7 @@ from bench.problems.dense import (
     ARRAYS,
     BIASES,
     INTERVALS,
+    MAX_LOGITS,
     MASKS,
     MEASURED_BIASES,
     MEASURED_MASKS,
@@ -33,14 +34,15 @@ OPERATIONS_OF_SEQUENCES = ("serving", "backward", "append")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
     "causal": ("True", "False", "top_left", "bottom_right"), "mask": (*MASKS, *MEASURED_MASKS), "bias": (*BIASES, *MEASURED_BIASES),
-    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "intervals": INTERVALS, "layout": ("bhsd", "bshd"),
+    "sinks": (*SINKS, "level", "True", "False"), "alibi": (*ALIBIS, "level"), "intervals": INTERVALS, "max_logit": MAX_LOGITS,
+    "layout": ("bhsd", "bshd"),
     "strides": STRIDES,
     "values": VALUES, "k_range": ("True", "False"), "positions": POSITIONS, "segments": ("True", "False"),
     "operation": tuple(dict.fromkeys((*OPERATIONS, *OPERATIONS_OF_SEQUENCES))),
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
 #: Options that cases of sequences cannot have, and those that they alone have.
-NOT_OF_SEQUENCES = ("bias", "mask", "intervals", "strides", "values")
+NOT_OF_SEQUENCES = ("bias", "mask", "intervals", "max_logit", "strides", "values")
 OF_SEQUENCES = ("k_range", "positions", "segments", "max_seqlen_q")
 
 
@@ -59,7 +61,8 @@ class Case:
     with results like it (``parts``), or of ``fa_ext.append``, which writes the last queries of each sequence into its cache.
     heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
-    mask, bias, sinks, alibi and intervals name kinds (MASKS, BIASES, SINKS, ALIBIS, INTERVALS); dropout is (p, seed); strides and values name how
+    mask, bias, sinks, alibi and intervals name kinds (MASKS, BIASES, SINKS, ALIBIS, INTERVALS); max_logit says of what a
+    call of attention gives the largest products (MAX_LOGITS); dropout is (p, seed); strides and values name how
     q, k and v lie in memory and what they hold (STRIDES, VALUES); logits is (kind, exponent) of ``magnitudes``, such as
     ("rising", 20), or ("rising", -20) for scores of about -2^20, and takes the place of q's and k's values. Of the backward
     pass alone: deterministic, accumulate (into float32), and dlse, whether it is given one; all gradients that there are, are
@@ -87,6 +90,7 @@ class Case:
     sinks: str | bool | None = None
     alibi: str | None = None
     intervals: str | None = None
+    max_logit: str | None = None
     dropout: tuple[float, int] | None = None
     scale: float | None = None
     layout: str | None = None  #: bhsd, of sequences bshd
@@ -145,6 +149,8 @@ class Case:
             raise ValueError(f"operation is {self.operation!r}; accepted here: {', '.join(accepted)}")
         if self.operation != "backward" and (not self.deterministic or self.accumulate or self.dlse):
             raise ValueError("deterministic, accumulate and dlse are of operation=backward")
+        if self.operation != "attention" and self.max_logit:
+            raise ValueError("max_logit is of operation=attention")
         if self.parts != 2 and self.operation != "merge":
             raise ValueError("parts are of operation=merge")
 
@@ -314,6 +320,9 @@ class Case:
     def arrays(self) -> list[str]:
         """The arrays that the case adds to q, k and v."""
         return [name for name in ARRAYS if getattr(self, name)]
+
+    def max_logit_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.heads) if self.max_logit == "batch" else (self.heads,)
 
     def wrt(self) -> tuple[str, ...]:
         """The inputs that the backward pass differentiates with respect to."""

@@ -382,6 +382,6 @@ def must_accept(kernel: str, case: Case) -> bool:
     """Whether ``kernel`` fails the tests by rejecting ``case`` (on a device it runs on). A kernel that is not listed above is
     held to what ``minimal`` takes."""
     taken = (not case.alibi or kernel in WITH_ALIBI) and (not case.dropout or kernel in WITH_DROPOUT)
-    taken = taken and (not case.intervals or kernel in WITH_INTERVALS)
+    taken = taken and (not case.intervals or kernel in WITH_INTERVALS) and (not case.max_logit or kernel in WITH_BOTH)
     return kernel not in OF_PACKED_QUERIES and _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
 

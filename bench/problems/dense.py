@@ -28,6 +28,8 @@ FLAT_BIASES = ("finfo_min", "finfo_max", "low", "lowest", "high")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
 INTERVALS = ("full", "two", "wild", "causal", "documents", "first", "keys", "heads", "none", "strided")
+#: Maxima of the heads of the call, or of those of each entry of the batch.
+MAX_LOGITS = ("heads", "batch")
 #: The arrays that a case may add to q, k and v: each is a field that names a kind.
 ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals")
 

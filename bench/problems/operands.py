@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Arrays:
 
     def arguments(self, library: str) -> dict[str, Any]:
         """The inputs and the options, as the function of fa_ext takes them (without what it writes)."""
-        arrays = {name: self.array(name, library) for name in self.blocks if name in self.inputs}
+        arrays = {name: self.array(name, library) for name in self.blocks if name in (*self.inputs, "max_logit")}
         return arrays | self.case.options()
 
     def bound(self, kernel: str | None, library: str) -> Callable[[], Any]:
@@ -94,6 +94,8 @@ class Operands(Arrays):
     def _make(self, guard_byte: int) -> None:
         """Every operand, the inputs filled."""
         self._new("out", self.case.out_shape, self.case.dtype, guard_byte)
+        if self.case.max_logit:
+            self._new("max_logit", self.case.max_logit_shape(), "float32", guard_byte)
         self._make_qkv(guard_byte)
 
     def _make_qkv(self, guard_byte: int) -> None:
@@ -121,9 +123,11 @@ class Operands(Arrays):
         return ((name, block) for name, block in self.blocks.items() if name in self.inputs)
 
     def poison(self) -> None:
-        """Fills the outputs with NaN."""
+        """Fills the outputs with NaN, and maxima, which go on from what is there, with -inf."""
         for name in self.outputs:
             self.blocks[name].poison()
+        if self.case.max_logit:
+            self.blocks["max_logit"].fill(np.full(self.case.max_logit_shape(), -np.inf, np.float32))
 
     def picked(self) -> str | None:
         """The kernel that fa_ext takes by itself; None where it is not compiled, or has none."""
@@ -160,7 +164,18 @@ class Operands(Arrays):
                 raise WrongResult("the result holds NaN or Inf (unwritten?)")
             got = xp.take(got, xp.asarray(rows), axis=1 if case.layout == "bshd" else 2)
         slack = OTHER_ORDER if case.dtype == "float32" else 1.0  # nobody is bound to the order of plain's sums
-        return judge(got, None, truth, plain, case.dtype, layout=case.layout, exempt=exempt, slack=slack)
+        report = judge(got, None, truth, plain, case.dtype, layout=case.layout, exempt=exempt, slack=slack)
+        wrong = self._wrong_maxima() if case.max_logit else ()
+        return replace(report, passed=report.passed and not wrong, failures=report.failures + wrong)
+
+    def _wrong_maxima(self) -> tuple[str, ...]:
+        """The faults of max_logit, of calls since it was poisoned."""
+        from fa_ext.judge.max_logit import failures
+
+        found, inputs, options = self._as_numpy("max_logit"), self.input_values(), self.case.options()
+        found = self._xp().asarray(found)
+        inputs.pop("v")
+        return failures(found, self._xp().full_like(found, -np.inf), **inputs, **options, rows=self._truth()[0])
 
     def values_of(self, result: Any) -> Any:
         """`result` as an array of the module in which the reference is computed; bfloat16 becomes float32 on a GPU."""

@@ -53,6 +53,8 @@ class Shared(Operands):
 
     def __init__(self, case: Case, home: Cpu | Cuda, guard_byte: int, shared_on_device: bool):
         self.regions: dict[str, HostRegion | DeviceRegion] = {}
+        if case.max_logit:
+            raise ValueError(f"max_logit is {case.max_logit!r}; accepted in trials: none, since a candidate gives one result")
 
         def allocate(name: str, nbytes: int) -> Any:
             region = DeviceRegion(nbytes, home) if shared_on_device else HostRegion(nbytes, name in self.outputs or name.startswith("result_"))

@@ -14,6 +14,7 @@
 #include "cpu/entries.h"
 #include "cpu/intervals.h"
 #include "cpu/limit.h"
+#include "cpu/max_logit.h"
 #include "fa.h"
 #include "philox.h"
 
@@ -23,6 +24,7 @@ typedef struct row {
     int64_t batch, head, head_kv, query;
     int64_t position; /* where the query stands among the keys */
     double slope;
+    double logit; /* the largest of the head's pairs so far, scaled */
     fa_held held;
     int64_t pairs; /* and rows, since the caller was asked whether it wants more */
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
@@ -34,12 +36,13 @@ static bool masked(const fa_forward *p, const row *r, int64_t key) {
     return !((const uint8_t *)p->mask.data)[fa_at(&p->mask, r->batch, r->head, r->query, key)];
 }
 
-static double score(const fa_problem *problem, const row *r, int64_t key, fa_cpu_place place) {
+static double score(const fa_problem *problem, row *r, int64_t key, fa_cpu_place place) {
     const fa_forward *p = &problem->forward;
     const int64_t base = fa_at(&p->k, place.first, r->head_kv, place.row, 0);
     double sum = 0;
     for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * fa_load(p->k.data, p->dtype, base + d * p->k.stride[3]);
-    double value = p->scale * sum;
+    const double logit = p->scale * sum;
+    double value = logit;
     if (p->softcap > 0) value = p->softcap * tanh(value / p->softcap);
     double bias = 0;
     if (p->bias.data) {
@@ -48,6 +51,7 @@ static double score(const fa_problem *problem, const row *r, int64_t key, fa_cpu
         if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
         bias = fa_bounded(bias, p->dtype);
     }
+    if (logit > r->logit) r->logit = logit;
     if (r->slope != 0) bias = fa_with_alibi(bias, r->slope, key - r->position, p->dtype);
     return value + bias;
 }
@@ -61,7 +65,7 @@ static bool stopped(const fa_problem *problem, row *r) {
     return false;
 }
 
-static double visible_score(const fa_problem *problem, const row *r, int64_t key) {
+static double visible_score(const fa_problem *problem, row *r, int64_t key) {
     const fa_cpu_place place = fa_cpu_find(problem, r->entry, key);
     return place.first < 0 || masked(&problem->forward, r, key) ? -INFINITY : score(problem, r, key, place);
 }
@@ -153,8 +157,10 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         for (r.head = 0; r.head < p->heads; r.head++) {
             r.head_kv = r.head / (p->heads / p->heads_kv);
             r.slope = b < p->batch ? fa_slope(&problem->forward, b, r.head) : 0;
+            r.logit = -INFINITY;
             for (int64_t row = entry.rows.begin; row < entry.rows.end && !stopped(problem, &r); row++)
                 write_row(problem, &r, row, (double *)launch->workspace, mine->kept);
+            if (p->max_logit.data && b < p->batch) fa_raise_logit(p, b, r.head, r.logit);
         }
     }
     return FA_OK;
@@ -170,7 +176,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
-             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT | FA_WITH_SEGMENTS,
+             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT | FA_WITH_SEGMENTS | FA_WITH_MAX_LOGIT,
     .plan = plan,
     .launch = launch,
 };

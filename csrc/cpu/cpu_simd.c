@@ -276,7 +276,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_simd = {
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
-             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT,
+             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT | FA_WITH_MAX_LOGIT,
     .plan = plan,
     .launch = launch,
 };

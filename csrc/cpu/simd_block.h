@@ -16,6 +16,7 @@
 #include "cpu/cpu_simd.h"
 #include "cpu/intervals.h"
 #include "cpu/limit.h"
+#include "cpu/max_logit.h"
 #include "cpu/simd_dropout.h"
 #if FA_CPU_AMX
 #include "cpu/simd_amx.h"
@@ -35,6 +36,7 @@ typedef struct block {
     real *q;                  /* (D, pitch) */
     real *o;                  /* (Dv, pitch) */
     real maximum[BLOCK_ROWS], sum[BLOCK_ROWS];
+    real logit[BLOCK_ROWS]; /* the largest scaled product of each lane, where max_logit is wanted */
 } block;
 
 /* One thread's view of a task. The arrays below `block` lie in its scratch. */
@@ -135,6 +137,7 @@ static void block_begin(const work *w, block *b) {
     for (int lane = 0; lane < pitch; lane++) {
         b->maximum[lane] = first_maximum(p, b->head[lane]);
         b->sum[lane] = b->maximum[lane] == -(real)INFINITY ? 0 : 1;
+        b->logit[lane] = -(real)INFINITY;
     }
 }
 
@@ -199,6 +202,27 @@ static lanes_seen seen_by(const work *w, const block *b, const key_tile *t, int 
 INLINE vint is_seen(const lanes_seen *seen, int key, bool two) {
     const vint one = (seen->low[0] <= (integer)key) & (seen->high[0] > (integer)key);
     return two ? one | ((seen->low[1] <= (integer)key) & (seen->high[1] > (integer)key)) : one;
+}
+
+/* Raises each lane's largest product by those of the tile's keys that it sees. Before adjust_scores(). */
+static void raise_logits(const work *w, block *b, const key_tile *t, bool windowed) {
+    const fa_forward *p = w->p;
+    const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
+    const vreal nothing = v_set1(-(real)INFINITY);
+    for (int m = 0; m < b->mr; m++) {
+        lanes_seen seen = {0};
+        if (windowed) seen = seen_by(w, b, t, m * LANES);
+        vreal top = v_load(b->logit + m * LANES);
+        for (int n = 0; n < keys; n++) {
+            const int at = n * pitch + m * LANES;
+            vreal s = v_load(w->scores + at);
+            if (w->biased) s = v_select(v_load(w->bias + at) == nothing, nothing, s);
+            if (p->mask.data) s = v_select(v_load(w->mask + at) == 0, s, nothing);
+            if (windowed) s = v_select(is_seen(&seen, n, p->intervals_count == 2), s, nothing);
+            top = v_max(s, top);
+        }
+        v_store(b->logit + m * LANES, top);
+    }
 }
 
 /* Applies softcap, bias, mask, window and intervals to S^T in place and gives the tile's maximum of each row. */
@@ -328,6 +352,7 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
     if (w->problem->forward.alibi.data) add_alibi(w, b, t);
+    if (w->problem->forward.max_logit.data) raise_logits(w, b, t, windowed);
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
     const bool drops = w->problem->forward.dropout.threshold;
     real *const joined = JOINED_ROOM(FA_CPU_TILE_N) && !drops ? w->joined : NULL;
@@ -392,6 +417,8 @@ static bool block_end(const work *w, block *b) {
     }
     for (int lane = 0; lane < b->rows && p->lse.data; lane++)
         write_lse(w, b->head[lane], b->query[lane], b->maximum[lane], b->sum[lane]);
+    for (int lane = 0; lane < b->rows && w->problem->forward.max_logit.data; lane++)
+        fa_raise_logit(&w->problem->forward, w->entry->batch, b->head[lane], b->logit[lane]);
     return v_any(nan);
 }
 

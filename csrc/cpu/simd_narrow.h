@@ -21,6 +21,7 @@ typedef struct narrow_row {
     fa_span keys;
     real *q, *o;
     real maximum, sum;
+    real logit; /* the largest scaled product */
 } narrow_row;
 
 static bool is_narrow(const work *w, const fa_simd_task *task) {
@@ -42,6 +43,7 @@ static void narrow_begin(const work *w, narrow_row *r) {
     const real sink = first_maximum(p, r->head);
     r->maximum = sink;
     r->sum = sink == -(real)INFINITY ? 0 : 1;
+    r->logit = -(real)INFINITY;
 }
 
 /* Passes over all columns of V, each as wide as they allow: a pass reads its part of every row of the tile. */
@@ -78,6 +80,7 @@ static void narrow_step(const work *w, narrow_row *r, const key_tile *t) {
     real *scores = w->scores;
     const real highest = narrow_scores(r->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, scores);
     const real before = r->maximum;
+    if (highest > r->logit) r->logit = highest;
     real origin = 0, factor = 1;
     r->maximum = v_next_maximum(v_set1(before), v_set1(highest))[0];
     if (highest != -(real)INFINITY) {
@@ -99,6 +102,7 @@ static void narrow_end(const work *w, narrow_row *r) {
     char *to = (char *)element(&p->out, p->out_dtype, w->entry->batch, r->head, w->entry->entry.first_q + r->query);
     write_row(to, p->out_dtype, p->out.stride[3], r->o, p->head_dim_v);
     if (p->lse.data) write_lse(w, r->head, r->query, r->maximum, r->sum);
+    if (w->problem->forward.max_logit.data) fa_raise_logit(&w->problem->forward, w->entry->batch, r->head, r->logit);
 }
 
 #endif

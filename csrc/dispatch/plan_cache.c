@@ -43,6 +43,7 @@ typedef unsigned short offset;
 static const offset forward_data[FA_OPERAND_COUNT] = {
     DATA_OF_INPUTS(forward),
     DATA(lse, forward.lse.data),
+    DATA(max_logit, forward.max_logit.data),
     DATA(cu_seqlens_q, sequences.q.starts),
     DATA(seqlens_q, sequences.q.used),
     DATA(cu_seqlens_k, sequences.k.starts),

@@ -202,6 +202,30 @@ static fa_code check_intervals(const fa_request *request, fa_forward *p, fa_stat
     return FA_OK;
 }
 
+/* Maxima (H) or (B, H), read and written. */
+static fa_code check_max_logit(const fa_request *request, fa_forward *p, fa_status *status) {
+    static char none; /* data of maxima of no head: never read, but not NULL */
+    const fa_view *view = request->max_logit;
+    const int64_t shape[2] = {p->batch, p->heads};
+    if (!view) return FA_OK;
+    const bool own = view->ndim == 2; /* of each entry */
+    bool fits = own || view->ndim == 1;
+    for (int axis = 0; fits && axis < view->ndim; axis++) fits = view->shape[axis] == shape[axis + !own];
+    if (view->dtype != FA_F32)
+        return fa_fail(status, FA_ETYPE, "max_logit has dtype %s; accepted: float32", fa_dtype_name(view->dtype));
+    if (!fits)
+        return fa_fail(status, FA_EVALUE, "max_logit has shape %s; accepted: (heads,) = (%lld,) or (batch, heads) = %s",
+                       fa_show_shape(view->shape, view->ndim).text, (long long)p->heads, fa_show_shape(shape, 2).text);
+    FA_TRY(fa_check_output("max_logit", view, shape + !own, view->ndim, 1u << FA_F32, "q", request->q, status));
+    FA_TRY(fa_check_apart(FA_FORWARD, "max_logit", view, request, NULL, status));
+    FA_TRY(fa_check_disjoint("max_logit", view, "out", request->out, status));
+    FA_TRY(fa_check_disjoint("max_logit", view, "lse", request->lse, status));
+    p->max_logit.data = view->data ? view->data : &none;
+    for (int axis = 0; axis < view->ndim; axis++)
+        p->max_logit.stride[axis + !own] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+    return FA_OK;
+}
+
 /* The coordinates of the whole stay within what the generator counts. */
 fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q, int64_t seq_k, fa_dropout *dropout,
                            fa_status *status) {
@@ -272,6 +296,7 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
     if (request->alibi) FA_TRY(check_alibi(request, p, &p->alibi, status));
     if (request->intervals) FA_TRY(check_intervals(request, p, status));
+    FA_TRY(check_max_logit(request, p, status));
     return check_dropout(request, p, status);
 }
 
@@ -331,6 +356,7 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     /* what is absent; all other fields are set below */
     p->lse = p->bias = p->mask = p->sinks = p->alibi = p->intervals = p->q_segments = p->k_segments = (fa_operand){0};
     p->intervals_end = p->intervals_count = 0;
+    p->max_logit = (fa_operand){0};
     p->dropout = (fa_dropout){0};
     p->out.data = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
@@ -409,6 +435,7 @@ fa_code fa_forward_workspace(const fa_request *request, size_t bytes, fa_problem
     FA_TRY(fa_check_apart(FA_FORWARD, "workspace", view, request, NULL, status));
     FA_TRY(fa_check_disjoint("workspace", view, "out", request->out, status));
     FA_TRY(fa_check_disjoint("workspace", view, "lse", request->lse, status));
+    FA_TRY(fa_check_disjoint("workspace", view, "max_logit", request->max_logit, status));
     problem->workspace = bytes ? view->data : NULL;
     return FA_OK;
 }

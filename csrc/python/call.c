@@ -38,12 +38,13 @@ fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const f
 
 fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status) {
     const fa_bound *bound = &call->bound;
-    uint64_t left = bound->given & fa_array_arguments;
+    fa_arguments left = bound->given & fa_array_arguments;
     for (fa_argument argument = first; left; argument = fa_first_of(left)) {
         const fa_parameter *p = &fa_parameters[argument];
-        left &= ~(UINT64_C(1) << argument);
+        left &= ~FA_ARGUMENT(argument);
         const fa_view **view = (const fa_view **)((char *)request + p->field);
-        FA_TRY(fa_call_array(state, call, p->name, bound->value[argument], view, status));
+        FA_TRY((argument == FA_ARG_max_logit ? fa_call_output : fa_call_array)(state, call, p->name,
+                                                                               bound->value[argument], view, status));
         if (!left) break;
     }
     return FA_OK;

@@ -13,7 +13,7 @@ typedef struct intervals {
 
 static void bind(fa_bound *bound, fa_argument argument, PyObject *value) {
     bound->value[argument] = value;
-    if (value && value != Py_None) bound->given |= UINT64_C(1) << argument;
+    if (value && value != Py_None) bound->given |= FA_ARGUMENT(argument);
 }
 
 /* The arguments by what documents() calls them. */

@@ -27,15 +27,15 @@ const fa_parameter fa_parameters[FA_ARG_COUNT] = {
 };
 
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
-    | (uint64_t)(FA_KIND_##kind == FA_KIND_array) << FA_ARG_##argument
-const uint64_t fa_array_arguments = 0
+    | (fa_arguments)(FA_KIND_##kind == FA_KIND_array) << FA_ARG_##argument
+const fa_arguments fa_array_arguments = 0
 #include "signature.def"
     ;
 #undef FA_PARAMETER
 
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
-    | (uint64_t)(FA_KIND_##kind >= FA_KIND_OPTIONS) << FA_ARG_##argument
-const uint64_t fa_option_arguments = 0
+    | (fa_arguments)(FA_KIND_##kind >= FA_KIND_OPTIONS) << FA_ARG_##argument
+const fa_arguments fa_option_arguments = 0
 #include "signature.def"
     ;
 #undef FA_PARAMETER
@@ -55,8 +55,8 @@ bool fa_signatures_make(fa_signature signatures[FA_FN_COUNT]) {
             s->argument[s->count] = (unsigned char)n;
             s->name[s->count++] = name;
             if (parameter->passing != FA_KEYWORD) s->positional = s->count;
-            if (!parameter->standard) s->required |= UINT64_C(1) << n;
-            if (none_is_absence(parameter)) s->absent_by_none |= UINT64_C(1) << n;
+            if (!parameter->standard) s->required |= FA_ARGUMENT(n);
+            if (none_is_absence(parameter)) s->absent_by_none |= FA_ARGUMENT(n);
         }
     }
     return true;
@@ -110,13 +110,13 @@ fa_code fa_bind(const fa_signature *s, PyObject *const *args, Py_ssize_t count, 
                 fa_status *status) {
     if (count > s->positional) return refuse_count(s, count, status);
     const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
-    uint64_t seen = 0, absent = 0;
+    fa_arguments seen = 0, absent = 0;
     for (Py_ssize_t n = 0; n < count + named; n++) {
         PyObject *keyword = n < count ? NULL : PyTuple_GetItem(keywords, n - count);
         const int place = keyword ? place_of(s, keyword) : (int)n;
         if (place < 0) return refuse_keyword(s, keyword, status);
         const int argument = s->argument[place];
-        const uint64_t bit = UINT64_C(1) << argument;
+        const fa_arguments bit = FA_ARGUMENT(argument);
         if (seen & bit) return fa_fail(status, FA_ETYPE, "argument %s was given twice", fa_parameters[argument].name);
         seen |= bit;
         absent |= args[n] == Py_None ? bit : 0;
@@ -134,7 +134,7 @@ fa_code fa_read_options(const fa_bound *bound, void *request, fa_status *status)
         [FA_KIND_number] = fa_read_number,   [FA_KIND_count] = fa_read_count, [FA_KIND_layout] = fa_read_layout,
         [FA_KIND_boolean] = fa_read_boolean,
     };
-    for (uint64_t left = bound->given & fa_option_arguments; left; left &= left - 1) {
+    for (fa_arguments left = bound->given & fa_option_arguments; left; left &= left - 1) {
         const fa_argument argument = fa_first_of(left);
         const fa_parameter *p = &fa_parameters[argument];
         FA_TRY(readers[p->kind](p->name, bound->value[argument], (char *)request + p->field, status));

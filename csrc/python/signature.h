@@ -52,7 +52,10 @@ typedef enum fa_argument {
 #undef FA_PARAMETER
     FA_ARG_COUNT
 } fa_argument;
-_Static_assert(FA_ARG_COUNT <= 64, "sets of arguments are 64 bits");
+_Static_assert(FA_ARG_COUNT <= 128, "sets of arguments are 128 bits");
+/* A set of arguments, 1 << fa_argument. */
+__extension__ typedef unsigned __int128 fa_arguments;
+#define FA_ARGUMENT(n) ((fa_arguments)1 << (n))
 
 typedef enum fa_passing { FA_POSITIONAL, FA_OR_NONE, FA_KEYWORD } fa_passing;
 
@@ -83,29 +86,32 @@ typedef struct fa_parameter {
 } fa_parameter;
 
 extern const fa_parameter fa_parameters[FA_ARG_COUNT];
-/* Sets of arguments, 1 << fa_argument: read as arrays, or as options. */
-extern const uint64_t fa_array_arguments, fa_option_arguments;
+/* The arguments that are read as arrays, or as options. */
+extern const fa_arguments fa_array_arguments, fa_option_arguments;
 
 /* A function's parameters in order, with interned names. */
 typedef struct fa_signature {
     int count, positional;
-    uint64_t required, absent_by_none; /* 1 << fa_argument */
+    fa_arguments required, absent_by_none;
     unsigned char argument[FA_ARG_COUNT];
     PyObject *name[FA_ARG_COUNT];
 } fa_signature;
 
 /* Arguments of a call by what they are called in C. */
 typedef struct fa_bound {
-    uint64_t given;                /* 1 << fa_argument; None where it stands for absence is not given */
+    fa_arguments given;            /* None where it stands for absence is not given */
     PyObject *value[FA_ARG_COUNT]; /* borrowed; set where given */
 } fa_bound;
 
 static inline PyObject *fa_given(const fa_bound *bound, fa_argument argument) {
-    return bound->given >> argument & 1 ? bound->value[argument] : NULL;
+    return bound->given & FA_ARGUMENT(argument) ? bound->value[argument] : NULL;
 }
 
 /* The argument of a set that comes first; the set is not empty. */
-static inline fa_argument fa_first_of(uint64_t arguments) { return (fa_argument)__builtin_ctzll(arguments); }
+static inline fa_argument fa_first_of(fa_arguments arguments) {
+    const uint64_t low = (uint64_t)arguments;
+    return (fa_argument)(low ? __builtin_ctzll(low) : 64 + __builtin_ctzll((uint64_t)(arguments >> 64)));
+}
 
 /* Fills the signatures of all functions. False with an exception. */
 bool fa_signatures_make(fa_signature signatures[FA_FN_COUNT]);

@@ -155,13 +155,14 @@ static fa_code take_workspace(frame_call *c) {
 
 /* ---- the operations ---- */
 
-/* All that the operation reads into the struct of its arguments; `space`: FA_OPERAND_COUNT arrays. */
+/* All that the operation reads, and max_logit, which it goes on from, into the struct of its arguments; `space`:
+ * FA_OPERAND_COUNT arrays. */
 static fa_code take_operands(frame_call *c, fa_op op, void *arguments, fa_ext_array *space) {
     for (int n = 0; n < fa_capi_operands[op].count; n++) {
         const fa_capi_field *field = &fa_capi_operands[op].field[n];
         const fa_operand_line *line = &fa_operands[field->operand];
         const bool present = line->use[op] == FA_USE_IN || (c->given >> field->operand & 1);
-        if (fa_operand_is_read(field->operand, op))
+        if (fa_operand_is_read(field->operand, op) || field->operand == FA_OPERAND_max_logit)
             FA_TRY(take_array(c, present, false, &space[field->operand], fa_capi_array(arguments, field->offset)));
     }
     return take_dropout(c);
@@ -172,7 +173,9 @@ static fa_code run_forward(frame_call *c) {
     fa_ext_forward call = {.size = sizeof call, .options = &c->options};
     FA_TRY(take_operands(c, FA_FORWARD, &call, space));
     FA_TRY(take_array(c, true, true, &space[FA_OPERAND_out], &call.out));
-    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[FA_OPERAND_lse], &call.lse));
+    const bool logits = call.max_logit != NULL; /* then the last result but the workspace is in the operand's place */
+    FA_TRY(take_array(c, c->frame->results.count == 3 + logits, true, &space[FA_OPERAND_lse], &call.lse));
+    FA_TRY(take_array(c, logits, true, &space[FA_OPERAND_max_logit], &call.max_logit));
     FA_TRY(take_workspace(c));
     return (fa_code)fa_capi_run(FA_FORWARD, &call, &c->run, true);
 }

@@ -148,6 +148,9 @@ typedef struct fa_ext_forward {
     /* (B, H, Sq, 2) or (B, H, Sq, n, 2) with n 1 or 2, int32, the first three extents or 1: a query sees key j only if
      * begin <= j < end for one of its pairs (begin, end), which may hold anything; not with sequences */
     const fa_ext_array *intervals;
+    /* (H) or (B, H), float32, or NULL: raised to the largest scale * (q . k) over the pairs of each head that see each
+     * other; what is there and is larger stays. Apart from all other arrays */
+    const fa_ext_array *max_logit;
 } fa_ext_forward;
 
 /* Gradients that are NULL are not computed; one at least is needed, and so is `dout` or `dlse`. */

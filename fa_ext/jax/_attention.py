@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .._operands import DIFFERENTIABLE, IDS, OPTIONS, STATE, broadcasts, filled, given_options, takes_options
 from . import _arguments as accept
-from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
+from ._calls import BACKWARD, FORWARD, LOGITS, Call, Options, check, varying
 from ._rules import operation
 
 
@@ -20,7 +20,7 @@ from ._rules import operation
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, max_seqlen_q=None,
     cu_seqlens_k=None, seqlens_k=None, k_range=None, positions=None, segments=None, segment_ids=None, dropout=None,
-    layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
+    layout="bhsd", return_lse=False, return_max_logit=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -66,6 +66,9 @@ def attention(
         weights; inside shard_map each shard needs a key of its own.
     return_lse : bool
         Also return the LSE, through which gradients flow too.
+    return_max_logit : bool
+        Also return, as the last, the largest scale * (q . k) of each head over the pairs that see each other, (H,), float32: -inf
+        where there are none. It has no gradient. Not with segment_ids.
     deterministic : bool
         As for ``fa_ext.attention_backward``.
     kernel, kernel_backward : str or None
@@ -107,13 +110,15 @@ def attention(
         accept.kernel("kernel_backward", kernel_backward, "backward"), accept.flag("batch_invariant", batch_invariant),
         *accept.probability(dropout), max_seqlen_q=accept.count("max_seqlen_q", max_seqlen_q),
     )  # fmt: skip
-    return_lse = accept.flag("return_lse", return_lse)
+    return_lse, return_max_logit = accept.flag("return_lse", return_lse), accept.flag("return_max_logit", return_max_logit)
     given = given_options(arrays)
     arrays = accept.arrays({"q": q, "k": k, "v": v} | {name: given[name] for name in OPTIONS if name in given})
     arrays |= accept.indices({"k_range": k_range, "segments": segments}, {
         "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
         "positions": positions,
     })  # fmt: skip
+    if segment_ids is not None and return_max_logit:
+        raise ValueError("return_max_logit is True, but segment_ids is given; accepted with return_max_logit: cu_seqlens_q")
     if segment_ids is not None:
         if options.max_seqlen_q is not None:
             raise ValueError(f"max_seqlen_q is {max_seqlen_q}, but segment_ids is given; accepted with max_seqlen_q: cu_seqlens_q")
@@ -122,9 +127,18 @@ def attention(
             options = replace(options, causal="bottom_right")
     check(options, arrays, arrays.values())
     arrays = {name: x.reshape(filled(name, x.shape)) if name in OPTIONS and broadcasts(name) else x for name, x in arrays.items()}
+    if return_max_logit:  # of each entry, so that shards and mapped calls have their own; of packed queries of all at once
+        q = arrays["q"]
+        heads = q.shape[1 if q.ndim == 3 or options.layout == "bhsd" else 2]
+        arrays[LOGITS] = jnp.full((heads,) if q.ndim == 3 else (q.shape[0], heads), -jnp.inf, jnp.float32)
+        arrays = {name: arrays[name] for name in FORWARD if name in arrays}
     if options.dropout:
         arrays[STATE] = accept.state(dropout[1])
     made = _differentiable(options, tuple(arrays), return_lse)(*_vary_alike(list(arrays.values())))
+    if return_max_logit:
+        *made, logits = made
+        logits = jax.lax.stop_gradient(logits if logits.ndim == 1 else jnp.max(logits, axis=0, initial=-jnp.inf))
+        return *made, logits
     return made if return_lse else made[0]
 
 
@@ -153,18 +167,21 @@ def _run(call, operands):
     of_q = tuple(specs["dq"])
     specs["out"] = PartitionSpec(*of_q[:-1], None)
     specs["lse"] = PartitionSpec(*call.of_rows(of_q))
+    heads = of_q[call.heads_axis(len(of_q))]
+    specs[LOGITS] = PartitionSpec(heads) if len(of_q) == 3 else PartitionSpec(of_q[0], heads)
     results = tuple(specs[name] for name in call.results)
     return jax.sharding.auto_axes(operation(call), axes=explicit, out_sharding=results)(*operands)
 
 
 @functools.cache
 def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
-    """The forward call of these operands with its derivative: (out,) or (out, lse)."""
-    outputs = 1 + wants_lse
+    """The forward call of these operands with its derivative: (out,) or (out, lse), and the maxima where they are an
+    operand."""
+    outputs, more = 1 + wants_lse, (LOGITS,) * (LOGITS in names)
 
     @jax.custom_vjp
     def attend(*operands):
-        return _run(Call(options, names, ("out", "lse")[:outputs]), operands)
+        return _run(Call(options, names, (*("out", "lse")[:outputs], *more)), operands)
 
     def ahead(*primals):
         # Which gradients are wanted is no array: it travels in the structure, as () or None.
@@ -172,13 +189,13 @@ def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
         if options.max_seqlen_q is not None and any(x is not None for x in wanted):
             raise ValueError(f"max_seqlen_q is {options.max_seqlen_q}; accepted where a gradient is wanted: None")
         operands = tuple(primal.value for primal in primals)
-        out, lse = _run(Call(options, names, ("out", "lse")), operands)
-        return (out, lse)[:outputs], (operands, out, lse, wanted)
+        out, lse, *logits = _run(Call(options, names, ("out", "lse", *more)), operands)
+        return (*(out, lse)[:outputs], *logits), (operands, out, lse, wanted)
 
     def back(saved, cotangents):
         operands, out, lse, wanted = saved
         known = {**dict(zip(names, operands, strict=True)), "out": out, "lse": lse}
-        known |= {n: x for n, x in zip(("dout", "dlse"), cotangents) if not isinstance(x, SymbolicZero)}
+        known |= {n: x for n, x in zip(("dout", "dlse")[:outputs], cotangents) if not isinstance(x, SymbolicZero)}
         wrt = [n for n, x in zip(names, wanted, strict=True) if x is not None and n in DIFFERENTIABLE]
         if not wrt or not ("dout" in known or "dlse" in known):
             return (None,) * len(names)

@@ -13,9 +13,13 @@ from .._operands import DIFFERENTIABLE, IDS, OPERANDS, SEQUENCES, STATE
 from ._documents import packed, unpacked
 
 
+#: An operand of the forward whose place the result of this name takes.
+LOGITS = "max_logit"
+
+
 def _order(operation):
     carried = (o.name for o in OPERANDS.values() if o.role in ("data", "option") or o.name in SEQUENCES)
-    return (*(name for name in carried if operation in OPERANDS[name].reads), IDS, STATE)
+    return (*(name for name in carried if operation in OPERANDS[name].reads or (name == LOGITS and operation == "attention")), IDS, STATE)
 
 
 #: Operands and results in the order of the handlers (csrc/xla/ffi.h), which do not know of ids: ``Call.over_sequences``.
@@ -91,6 +95,8 @@ class Call:
         q, v = named["q"], named["v"]
         made = {"out": ((*q.shape[:-1], v.shape[-1]), q.dtype),
                 "lse": (self.of_rows(q.shape), np.dtype(np.float64 if q.dtype == np.float64 else np.float32))}  # fmt: skip
+        if LOGITS in named:
+            made[LOGITS] = named[LOGITS].shape, np.dtype(np.float32)
         made |= {f"d{name}": (named[name].shape, named[name].dtype) for name in named}
         return {name: made[name] for name in self.results}
 
@@ -178,5 +184,6 @@ def run(call: Call, *operands):
     q = operands[0]
     types = [_like(q, shape, dtype) for shape, dtype in call.shapes(operands).values()]
     types.append(_like(q, (_workspace(call, operands),), np.uint8))
-    made = jax.ffi.ffi_call(_TARGETS[call.backward], types)(*operands, **call.attributes())
+    aliases = {call.names.index(LOGITS): call.results.index(LOGITS)} if LOGITS in call.results else {}
+    made = jax.ffi.ffi_call(_TARGETS[call.backward], types, input_output_aliases=aliases)(*operands, **call.attributes())
     return tuple(made[:-1])

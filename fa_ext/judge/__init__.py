@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy
 
 from .. import reference
+from . import max_logit as logits
 
 __all__ = ["Report", "judge", "spread", "verify"]
 
@@ -166,7 +167,8 @@ def verify(
     """Runs ``fa_ext.attention`` with these arguments on outputs poisoned with NaN, and judges it against float64.
 
     Accepts what ``fa_ext.attention`` accepts (``options``: ``reference.Options``), arrays of any library on any device.
-    ``out`` may be given as there (it is overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
+    ``out`` may be given as there (it is overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too.
+    ``max_logit`` is raised from what it holds, and judged. Raises what the call
     raises, with nothing written. The reference of a large call on a device runs through CuPy if the program has
     imported it, else NumPy.
     """
@@ -189,6 +191,7 @@ def verify(
         out = _poisoned_outputs(host, layout, device, return_lse)
     else:
         _poison(out, host, layout, device, stream)
+    before = None if asked.max_logit is None else asked.max_logit.copy()
     result = fa_ext.attention(q, k, v, **call, out=out)
     got, lse = result if isinstance(result, tuple) else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
@@ -210,11 +213,16 @@ def verify(
         exempt = serving.spread(host[0], host[1], host[2], truth[0], **vars(asked))
     else:
         exempt = spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
+    found: tuple[str, ...] = ()
+    if before is not None:
+        raised = xp.asarray(fa_ext.to_numpy(options["max_logit"]))
+        found = logits.failures(raised, xp.asarray(before), host[0], host[1], **vars(asked))
     if packed:  # one batch entry of (T, H, Dv)
         truth, ordinary = tuple(x[None] for x in truth), tuple(x[None] for x in ordinary)
         got, lse, exempt = (None if x is None else x[None] for x in (got, lse, exempt))
         layout = "bshd"
-    return judge(got, lse, truth, ordinary, dtype, layout=layout, kernel=ran, exempt=exempt)
+    report = judge(got, lse, truth, ordinary, dtype, layout=layout, kernel=ran, exempt=exempt)
+    return replace(report, passed=report.passed and not found, failures=report.failures + found)
 
 
 def on_host(x):

@@ -6,10 +6,13 @@ CuPy arrays and share no code with the library: dense calls are ``dense``'s, tho
 ``serving``'s.
 """
 
+import math
+import sys
+
 from . import serving
 from .dense import Options, attend, band, merge, round_to, visible_keys
 
-__all__ = ["Options", "attention", "band", "merge", "plain", "round_to", "visible_keys"]
+__all__ = ["Options", "attention", "band", "max_logit", "merge", "plain", "round_to", "visible_keys"]
 
 
 def attention(q, k, v, *, rows=None, xp=None, **options):
@@ -27,6 +30,25 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
     if asked.sequences(q, k):
         return serving.attention(q, k, v, xp=xp, **options)
     return attend(q, k, v, asked, rows=rows, xp=xp)
+
+
+def max_logit(q, k, *, rows=None, xp=None, **options):
+    """The largest scale * (q . k) of each head in float64, over the pairs that see each other: what ``max_logit`` is raised to.
+
+    Arguments as for ``attention``. Softcap and what is added to scores count only where -inf hides a key; NaN is passed over.
+
+    Returns (B, H), B the number of sequences where there are some: -inf where no query of a head sees a key.
+    """
+    xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
+    asked = Options(**options)
+    heads = q.shape[2 if q.ndim == 4 and asked.layout == "bshd" else 1]
+    sequences = asked.sequences(q, k)
+    logits = xp.full((serving.problems_of(xp, q, k, k, asked)[0] if sequences else q.shape[0], heads), -math.inf)
+    if sequences:
+        serving.attention(q, k, k, xp=xp, logits=logits, **options)
+    else:
+        attend(q, k, k, asked, rows=rows, xp=xp, logits=logits)
+    return logits
 
 
 def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False, **options):

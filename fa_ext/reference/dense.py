@@ -37,7 +37,8 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4
 class Options:
     """The options of ``fa_ext.attention`` besides q, k and v, with their defaults. The verifiers and the tests' cases
     speak of options by this class, so that a new one is a field here and its meaning below. ``dropout`` may be a ``Dropout``
-    that was read already."""
+    that was read already.
+    ``max_logit`` changes no result: what it is raised to, ``reference.max_logit`` says."""
 
     causal: bool | str = False
     scale: float | None = None
@@ -48,6 +49,7 @@ class Options:
     sinks: Any = None
     alibi: Any = None
     intervals: Any = None
+    max_logit: Any = None
     cu_seqlens_q: Any = None
     seqlens_q: Any = None
     max_seqlen_q: int | None = None
@@ -61,7 +63,7 @@ class Options:
     layout: str | None = None
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
-    ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals", *INDICES)
+    ARRAYS = ("bias", "mask", "sinks", "alibi", "intervals", "max_logit", *INDICES)
     PAIRS = ("k_range", "segments")
 
     def __post_init__(self):
@@ -204,8 +206,8 @@ def by_eights(xp, a, b, fused=False):
     return total
 
 
-def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False):
-    """``reference.attention`` of dense arrays, or with a ``dtype`` ``reference.plain``."""
+def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False, logits=None):
+    """``reference.attention`` of dense arrays, or with a ``dtype`` ``reference.plain``. ``logits``: (B, H), which scaled products raise."""
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     layout = options.layout
     if layout == "bshd":
@@ -223,6 +225,8 @@ def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dty
     lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
     call = Call(xp, work, dtype, options, q, k)
     call.out, call.lse, call.out_dtype, call.exact = out, lse, out_dtype, exact
+    if logits is not None:
+        call.logits = logits.reshape(batch * heads_kv, group)
     if out.size or lse.size:
         call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
         call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
@@ -248,6 +252,7 @@ class Call:
     lse: Any
     out_dtype: str | None
     exact = False  # of ``reference.plain``
+    logits: Any = None  # of ``reference.max_logit``
 
     def __init__(self, xp, work, dtype, options: Options, q, k):
         """q and k as (B, H, S, D), for their shapes and q's dtype."""
@@ -308,6 +313,8 @@ class Call:
         s = self._scores(pairs, b, h, positions, keys)
         s = xp.where(seen, s, -math.inf)
         seen = seen & (s != -math.inf)
+        if self.logits is not None:
+            self._raise_logits(pairs, positions, keys, seen)
 
         peak = xp.max(s, axis=-1, keepdims=True)
         sink = None
@@ -362,6 +369,12 @@ class Call:
         if self.dtype in ("float16", "bfloat16") and not self.exact:
             s = xp.where(xp.isinf(s), s, self._rounded_scores(s))
         return s * self.work(math.log2(math.e)) if self.exact else s
+
+    def _raise_logits(self, pairs, positions, keys, seen):
+        xp = self.xp
+        s = self.scale * xp.matmul(self.q[pairs][:, :, positions], xp.swapaxes(self.k[pairs, :, keys], -1, -2))
+        s = xp.where(seen & ~xp.isnan(s), s, -math.inf)
+        self.logits[pairs] = xp.maximum(self.logits[pairs], xp.max(s, axis=(-2, -1)))
 
     def _rounded_scores(self, s):
         """Scores with as many bits as the dtype has, those beyond float16's largest number too."""

@@ -326,7 +326,7 @@ def problems_of(xp, q, k, v, o):
     return batch, each()
 
 
-def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, exact=False, **options):
+def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, exact=False, logits=None, **options):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     o = dense.Options(**options)
     batch, problems = problems_of(xp, q, k, v, o)
@@ -336,7 +336,10 @@ def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, exact=False, **options
     lse = xp.full(q.shape[:3], -math.inf, xp.float64)
     for p in problems:
         queries, options = q[p.at : p.at + 1, :, p.rows], alone.options(p)
-        some_out, some_lse = dense.attend(queries, p.k, p.v, options, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact)
+        raised = None if logits is None else logits[p.b : p.b + 1]
+        some_out, some_lse = dense.attend(
+            queries, p.k, p.v, options, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact, logits=raised
+        )
         out[p.at, :, p.rows], lse[p.at, :, p.rows] = some_out[0], some_lse[0]
     return as_stored(xp, out, packed_q, layout), lse[0] if packed_q else lse
 

@@ -32,7 +32,7 @@ _PLAIN = {
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, max_seqlen_q=None,
     cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None, segments=None, layout=None, out=None,
-    return_lse=False, check=None, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False, **arrays,
+    return_lse=False, return_max_logit=False, check=None, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
 
@@ -58,6 +58,10 @@ def attention(
         Where the result goes, or the result and the LSE. No gradient, and no dropout.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), for packed q (H, T), float32 (float64 for float64).
+    return_max_logit : bool
+        Also return, as the last, the largest scale * (q . k) of each head over the pairs that see each other, (H,), float32: -inf
+        where there are none. It has no gradient, and the gradients of such a call have no derivative. Not with page_table, out or
+        max_seqlen_q.
     dropout_p : float
         Probability that a weight is dropped, 0 to 1. What is dropped is drawn from torch's generator of q's device: anew at
         each call and at each replay of a CUDA graph. What a checkpoint or a compiler computes again drops the same. Pairs count
@@ -67,7 +71,7 @@ def attention(
 
     Returns
     -------
-    Tensor, or (Tensor, Tensor) with ``return_lse``
+    Tensor, or a tuple of Tensors with ``return_lse`` or ``return_max_logit``
         (B, H, Sq, Dv), (B, Sq, H, Dv) or (T, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the
         order of q's, head_dim innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of
         ``layout="bshd"``, of packed q and with ``page_table`` are contiguous. Gradients have the order of what they are gradients of.
@@ -86,10 +90,13 @@ def attention(
     derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
     take memory for every pair of query and key; over sequences they wait for the device. ``torch.func.vmap`` of sequences is a
     call an element. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``, over sequences
-    ``torch.ops.fa_ext.varlen``. With ``page_table``, ``out`` or ``max_seqlen_q`` it is ``torch.ops.fa_ext.attention_out``, and autocast
+    ``torch.ops.fa_ext.varlen``, with ``return_max_logit`` in any case ``torch.ops.fa_ext.logits``. With ``page_table``, ``out`` or ``max_seqlen_q`` it is ``torch.ops.fa_ext.attention_out``, and autocast
     leaves its arguments as they are, so that no cache is copied.
     """
     through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)
+    if type(return_max_logit) is not bool:
+        raise TypeError(f"return_max_logit has type {type(return_max_logit).__name__}; accepted: True or False")
+    through_op = through_op or return_max_logit
     if through_op:
         refuse_others(q=q, k=k, v=v)
         refuse_others(optional=True, **arrays)
@@ -108,6 +115,8 @@ def attention(
         if page_table is not None or out is not None or max_seqlen_q is not None:
             if dropout_p:
                 raise ValueError(f"dropout_p is {dropout_p}; accepted with page_table, out or max_seqlen_q: 0.0")
+            if return_max_logit:
+                raise ValueError("return_max_logit is True; accepted with page_table, out or max_seqlen_q: False")
             return attend(
                 q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap,
                 max_seqlen_q=max_seqlen_q, layout=layout, check=check, kernel=kernel, batch_invariant=batch_invariant, out=out,
@@ -134,6 +143,9 @@ def attention(
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, None if serves else (q.shape[queries], k.shape[queries]))
         options = left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic
+        if return_max_logit:
+            out, lse, max_logit = _ops.logits(q, k, v, *options, check, *[arrays.get(name) for name in ARRAYS])
+            return (out, lse, max_logit) if return_lse else (out, max_logit)
         if serves:
             out, lse = _ops.varlen(q, k, v, *options, check, *[arrays.get(name) for name in ARRAYS])
         else:

@@ -1,4 +1,4 @@
-"""``torch.ops.fa_ext.attention``, ``.varlen`` over sequences, ``.attention_backward``, ``.varlen_backward`` and ``.draw``: what a
+"""``torch.ops.fa_ext.attention``, ``.varlen`` over sequences, ``.logits`` of either with max_logit, ``.attention_backward``, ``.varlen_backward`` and ``.draw``: what a
 compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
@@ -7,6 +7,7 @@ and an argument of the others.
 """
 
 import functools
+import math
 from typing import List, Optional, Tuple  # noqa: UP035
 
 import torch
@@ -152,6 +153,35 @@ def varlen(
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
     options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check)
     return forward(q, k, v, options, named(ARRAYS, arrays))
+
+
+def _fake_logits(q, k, v, *rest):
+    return *_fake_varlen(q, k, v, *rest), q.new_empty(_heads(q, layout=rest[5]), dtype=torch.float32)
+
+
+def _heads(q, layout):
+    return q.shape[1 if q.dim() == 3 or layout == "bhsd" else 2]
+
+
+def _beside_logits(keep, differentiate):
+    """A derivative's two functions, for an operator whose third result has none."""
+
+    def keep_two(ctx, inputs, output):
+        keep(ctx, inputs, output[:2])
+        ctx.mark_non_differentiable(output[2])
+
+    return {"keep": keep_two, "differentiate": lambda ctx, dout, dlse, _: differentiate(ctx, dout, dlse)}
+
+
+@operator("logits", _fake_logits, **_beside_logits(**_derivative("varlen_backward", _VARLEN, ARRAYS)), others=ARRAYS)
+def logits(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
+    dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool, check: Optional[bool], *arrays: Optional[Tensor],
+) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check)
+    max_logit = q.new_full((_heads(q, layout),), -math.inf, dtype=torch.float32)
+    out, lse = forward(q, k, v, options, named(ARRAYS, arrays) | {"max_logit": max_logit})
+    return out, lse, max_logit
 
 
 def _fake_backward(options, names, dout, dlse, q, k, v, out, lse, *rest):

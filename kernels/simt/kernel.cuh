@@ -36,9 +36,10 @@ __device__ __forceinline__ const Sight &sight_of(const AttentionParams &, int64_
 /* Softcap, bias and mask for the rows [0, kRows) of one warp's scores in shared memory: products in, scores out (not in
  * base 2, whose logarithm of e would be one more rounding). Lanes lie along the keys, so that bias and mask are read in
  * order, four rows at a time, so that reads overlap. `sight`: none in a dense call; else an object that says of every
- * row what it sees, and what ALiBi takes from a bias. */
+ * row what it sees, and what ALiBi takes from a bias; then comes back the largest scaled product that some row sees,
+ * where it `wants_logit`. */
 template <typename T, int kRows, int kKeys, int kStride, class... Sight>
-__device__ __noinline__ void general_scores(const AttentionParams &p, const Options &o, float *scores, int64_t batch,
+__device__ __noinline__ auto general_scores(const AttentionParams &p, const Options &o, float *scores, int64_t batch,
                                             int64_t head, int64_t row0, int64_t key0, const Sight &...sight) {
     constexpr int kBatch = 4, kColumns = (kKeys + kWarp - 1) / kWarp;
     static_assert(kRows % kBatch == 0);
@@ -47,6 +48,7 @@ __device__ __noinline__ void general_scores(const AttentionParams &p, const Opti
     const auto &band = sight_of(p, row0, key0, sight...);
     const float scale = o.scale, cap = o.softcap;
     const int rows = kDense && p.seq_q - row0 < kRows ? static_cast<int>(p.seq_q - row0) : kRows;
+    [[maybe_unused]] float logit = -INFINITY;
 
 #pragma unroll 1
     for (int r = 0; r < rows; r += kBatch) {
@@ -87,13 +89,17 @@ __device__ __noinline__ void general_scores(const AttentionParams &p, const Opti
                 score = -INFINITY;
                 return;
             }
-            if constexpr (!kDense) sum = band.with_slope(sum, row, column);
+            if constexpr (!kDense) {
+                if (band.wants_logit) logit = fmaxf(logit, __fmul_rn(score, scale));
+                sum = band.with_slope(sum, row, column);
+            }
             sum = bounded(sum);
             score =
                 cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : __fadd_rn(__fmul_rn(score, scale), sum);
             if (sum < INFINITY) score = finite_score(score);
         });
     }
+    if constexpr (!kDense) return logit;
 }
 
 /* One lane's part of a tile: row states and output in registers, and the steps that a block of keys goes through. */

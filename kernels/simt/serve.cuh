@@ -1,5 +1,5 @@
 /* The simt kernel for calls with more than dense arrays: sequences of any length, paged keys, positions, segments,
- * intervals, ALiBi, dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
+ * intervals, ALiBi, dropout, max_logit, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
  *
  * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
@@ -10,6 +10,7 @@
 #include "common/alibi.cuh"  // slope_of, with_alibi
 #include "common/faults.cuh" // count_fault
 #include "common/intervals.cuh"
+#include "common/max_logit.cuh"
 #include "common/score.cuh" // bounded
 #include "common/segments.cuh"
 #include "common/spot.cuh" // Serving, Spot, find_spot
@@ -208,6 +209,7 @@ struct Sight {
 struct GeneralSight : Sight {
     const int32_t *query_id, *key_id;
     const Span<int> *gap;
+    bool wants_logit;
 
     __device__ bool sees(int row, int column) const {
         const int64_t j = key0 + column;
@@ -226,20 +228,38 @@ __device__ __noinline__ void drop(const fa_dropout &dropout, float *weights, int
     }
 }
 
+/* Raises the maximum of a head to the largest of a warp's. */
+__device__ __forceinline__ void raise_logit(const MaxLogit &max_logit, int64_t batch, int64_t head, float logit) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset; offset /= 2) logit = fmaxf(logit, __shfl_xor_sync(~0u, logit, offset));
+    if (threadIdx.x % kWarp == 0) max_logit.raise(batch, head, logit);
+}
+
 template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
     using Base = LaneTile<T, t>;
     using Base::Base, Base::kLaneRows, Base::kLaneKeys, Base::kLaneQuads;
 
-    /* Products to scores, by way of shared memory. */
-    __device__ __forceinline__ void score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
-                                          const TileSpot &spot, int64_t head, const GeneralSight &sight) const {
+    /* Products to scores, by way of shared memory. The largest scaled product of this lane, where it is wanted. */
+    __device__ __forceinline__ float score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
+                                           const TileSpot &spot, int64_t head, const GeneralSight &sight) const {
         float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();
-        general_scores<T, Base::kWarpRows, t.block_n, Base::kScoreStride>(
+        const float logit = general_scores<T, Base::kWarpRows, t.block_n, Base::kScoreStride>(
             c.p, o, mine, spot.batch, head, spot.query + this->warp_row, sight.key0, sight);
         __syncwarp();
         this->get(s);
+        return logit;
+    }
+
+    /* The largest of scores that are scaled products or, where they are hidden, -inf. */
+    __device__ __forceinline__ static float largest(const float (&s)[kLaneRows][kLaneKeys]) {
+        float logit = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i)
+#pragma unroll
+            for (int j = 0; j < kLaneKeys; ++j) logit = fmaxf(logit, s[i][j]);
+        return logit;
     }
 
     /* Normalises and writes the rows and their LSE; rows of no query get 0 and -inf. */
@@ -287,7 +307,8 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 template <typename T, class C>
 __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o,
-               const __grid_constant__ Segments segments, const __grid_constant__ Intervals intervals) {
+               const __grid_constant__ Segments segments, const __grid_constant__ Intervals intervals,
+               const __grid_constant__ MaxLogit max_logit) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     static_assert(!t.separate() && !t.prefetch() && t.warps >= kFewestWarps);
@@ -334,14 +355,18 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
             if (!idle) {
                 float s[lane.kLaneRows][lane.kLaneKeys];
                 lane.multiply_keys(s, p.head_dim);
+                float logit = -INFINITY;
                 if (o.general) {
                     const Sight sight = {shared.query + lane.warp_row, index, key0, slope};
-                    lane.score(s, c, o, spot, head,
-                               {sight, shared.query_id + lane.warp_row, key_id, shared.gap + lane.warp_row});
+                    logit = lane.score(s, c, o, spot, head,
+                                       {sight, shared.query_id + lane.warp_row, key_id, shared.gap + lane.warp_row,
+                                        max_logit.at != nullptr});
                 } else {
                     lane.scale_products(s, o.scale);
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope});
+                    if (max_logit.at) logit = lane.largest(s);
                 }
+                if (max_logit.at) raise_logit(max_logit, spot.batch, head, logit);
                 lane.absorb(s);
                 if (c.dropout.threshold) {
                     __syncwarp();

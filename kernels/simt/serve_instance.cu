@@ -18,7 +18,8 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
                  static_cast<cudaStream_t>(launch.stream)>>>(
-            serving(problem), own.options, segments_of(problem.forward), intervals_of(problem.forward));
+            serving(problem), own.options, segments_of(problem.forward), intervals_of(problem.forward),
+            max_logit_of(problem.forward));
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;

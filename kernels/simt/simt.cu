@@ -11,10 +11,10 @@
  *
  * Whole dense surface: float16, bfloat16, float32; any strides (16-byte loads where they allow it, else element loads);
  * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys. Calls
- * with more (sequences of any length, pages, k_range, positions, segments, intervals, ALiBi, dropout, float32 results)
- * have instances of their own with one tile a head_dim, so that a sequence's bits are its own: simt/serve.cuh. Limits:
- * no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query rows
- * against many keys leave most of the GPU idle.
+ * with more (sequences of any length, pages, k_range, positions, segments, intervals, ALiBi, dropout, max_logit,
+ * float32 results) have instances of their own with one tile a head_dim, so that a sequence's bits are its own:
+ * simt/serve.cuh. Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so
+ * that a few query rows against many keys leave most of the GPU idle.
  *
  * @tune BLOCK_M=32 of 16 32 64 128
  * @tune BLOCK_N=32 of 16 32 64 128
@@ -119,7 +119,8 @@ void set_scores(const fa_forward &p, Options *o) {
 
 /* The features that only the serving instances have. */
 constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_SEGMENTS |
-                             FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_DROPOUT;
+                             FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_DROPOUT |
+                             FA_WITH_MAX_LOGIT;
 
 fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;

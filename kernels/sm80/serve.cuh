@@ -1,5 +1,5 @@
-/* mma_sm80 for sequences, pages, positions, segments, intervals, ALiBi, dropout and float32 results: a block takes
- * units of work (64 rows and the keys that they see, or a part of them), one after another.
+/* mma_sm80 for sequences, pages, positions, segments, intervals, ALiBi, dropout, max_logit and float32 results: a
+ * block takes units of work (64 rows and the keys that they see, or a part of them), one after another.
  *
  * Tiles of keys are walked from the first to the last. While one is at work the next is on its way by cp.async, row by
  * row, and the keys after it are looked up. No phases are counted: a thread waits for its own copies, then
@@ -105,22 +105,43 @@ template <class C> struct ServeUnit {
         return C::kTileN == 64 ? shared.held[at][0] | shared.held[at][C::kTileN / 32 - 1] : shared.held[at][0];
     }
 
-    /* Products to weights, of the tile whose keys begin at `key`. */
+    /* Products to scores in base 2. */
+    __device__ __forceinline__ void score(typename ServeRows<C>::Tile &s, int row, int first) const {
+        scale_scores<1, C::kKeys, true>(s, args.score);
+        const bool biased = C::kDressed && args.call.p.bias.data;
+        if constexpr (C::kDressed)
+            if (biased) ServeRows<C>::add_biases(s, args, job, shared, row, first);
+        if (!biased && args.call.alibi.data) ServeRows<C>::add_slopes(s, shared, row, first);
+    }
+
+    /* Products to weights, of the tile whose keys begin at `key`. With max_logit keys are hidden twice: from the
+     * products, which it is the largest of, then from the scores. */
     __device__ __forceinline__ void weigh(ServeRows<C> &rows, typename ServeRows<C>::Tile &s, const WarpSight &sight,
                                           int warp_row, int key, int at) const {
         const AttentionParams &p = args.call.p;
         const int lane = threadIdx.x % 32, row = warp_row + lane / 4, first = key + lane % 4 * 2;
-        scale_scores<1, C::kKeys, true>(s, args.score);
-        const bool biased = C::kDressed && p.bias.data;
-        if constexpr (C::kDressed)
-            if (biased) rows.add_biases(s, args, job, shared, row, first);
-        if (!biased && args.call.alibi.data) rows.add_slopes(s, shared, row, first);
-        uint64_t held = shared.held[at][0];
-        if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
-        const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
-        if (held != all || !sight.holds(key, C::kTileN) ||
-            (C::kDressed && (p.mask.data || args.segments.q || args.intervals.count > 1)))
-            rows.mask(s, args, job, shared, row, first, held >> (first - key));
+        const auto hide = [&] {
+            uint64_t held = shared.held[at][0];
+            if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
+            const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
+            if (held != all || !sight.holds(key, C::kTileN) ||
+                (C::kDressed && (p.mask.data || args.segments.q || args.intervals.count > 1)))
+                rows.mask(s, args, job, shared, row, first, held >> (first - key));
+        };
+        if constexpr (C::kDressed) {
+            bool of_products = args.max_logit.at;
+#pragma unroll 1
+            while (true) {
+                if (!of_products) score(s, row, first);
+                hide();
+                if (!of_products) break;
+                rows.note_logits(s, args, job, shared, row, first);
+                of_products = false;
+            }
+        } else {
+            score(s, row, first);
+            hide();
+        }
         rows.weigh(s);
         if constexpr (C::kDressed)
             if (args.call.dropout.threshold) {
@@ -196,6 +217,8 @@ template <class C> struct ServeUnit {
                 close(rows, warp_row, int(key >> chunks.shift), false);
             stage ^= 1, at = next;
         }
+        if constexpr (C::kDressed)
+            if (args.max_logit.at) rows.raise_logits(args, job, warp_row + lane / 4);
         if (warp_row < job.rows_out) close(rows, warp_row, chunk_end - 1, true);
     }
 };

@@ -14,6 +14,7 @@
 
 #include "common/fold.cuh" // kChunkKeys, kGroup
 #include "common/intervals.cuh"
+#include "common/max_logit.cuh"
 #include "common/score.cuh" // ScoreParams
 #include "common/segments.cuh"
 #include "common/spot.cuh"  // Serving
@@ -28,7 +29,7 @@ constexpr MmaShape serve_shape(int head_dim, bool dressed) {
     return {1, 4, 1, head_dim <= 128 ? 64 : 32, 2, head_dim <= 64, head_dim <= 96 && !dressed ? 3 : 2};
 }
 
-/* kDressed: bias, boolean mask, segments, intervals, dropout. */
+/* kDressed: bias, boolean mask, segments, intervals, dropout, max_logit. */
 template <typename T, int kHeadDim, bool kDressed_>
 struct ServeConfig : MmaConfig<T, kHeadDim, serve_shape(kHeadDim, kDressed_), Surface::kServing> {
     static constexpr bool kDressed = kDressed_;
@@ -53,6 +54,7 @@ struct ServeArgs {
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
     Segments segments;
     Intervals intervals;
+    MaxLogit max_logit;
 };
 
 /* Where a row of the tile stands, and the keys that it sees. */

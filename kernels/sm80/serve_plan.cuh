@@ -14,7 +14,8 @@ namespace fa::sm80 {
 
 /* The features that only the serving instances have. */
 constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_SEGMENTS |
-                             FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_DROPOUT;
+                             FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_INTERVALS | FA_WITH_DROPOUT |
+                             FA_WITH_MAX_LOGIT;
 
 inline bool serves(const fa_problem *problem) { return problem->sequences.given || problem->features & kServed; }
 
@@ -81,7 +82,7 @@ inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *d
                           0);
     const bool dropout = problem->forward.dropout.threshold;
     own = {};
-    own.dressed = p.bias.data || p.mask.data || p.q_segments.data || p.intervals.data || dropout;
+    own.dressed = p.bias.data || p.mask.data || p.q_segments.data || p.intervals.data || p.max_logit.data || dropout;
     own.cuts = !dropout;
     own.pack = dropout || p.heads_kv == 0 ? 1 : int(p.heads / p.heads_kv);
     own.tiles_m = ((s.packed_q ? 1 : p.seq_q) * own.pack + kServeRows - 1) / kServeRows;
@@ -121,6 +122,7 @@ inline ServeArgs serve_args(const fa_problem *problem, const ServeOwn &own, void
         .chunks_o = own.chunks_o,
         .segments = segments_of(p),
         .intervals = intervals_of(p),
+        .max_logit = max_logit_of(p),
     };
 }
 

@@ -56,7 +56,11 @@ struct Slots {
     }
 };
 
-template <class C> struct ServeRows : MmaWarp<C> {
+/* The largest scaled products of a lane's rows so far; of dressed instances. */
+template <bool kDressed> struct RowLogits {};
+template <> struct RowLogits<true> { float logit[2] = {-INFINITY, -INFINITY}; };
+
+template <class C> struct ServeRows : MmaWarp<C>, RowLogits<C::kDressed> {
     using Base = MmaWarp<C>;
     using T = typename C::T;
     using Tile = typename Base::Tile;
@@ -151,6 +155,42 @@ template <class C> struct ServeRows : MmaWarp<C> {
                     }
             }
         }
+    }
+
+    /* Raises this lane's largest products by those of a tile that are not hidden by -inf, nor by a bias of -inf. */
+    __device__ __forceinline__ void note_logits(Tile &s, const ServeArgs &args, const Job &job,
+                                                const ServeShared<C> &shared, int row, int key) {
+        const AttentionParams &p = args.call.p;
+        if (p.bias.data) hide_biased(s, args, job, shared, row, key);
+        each(s, [&](float &x, int i, int) {
+            if (x != -INFINITY) this->logit[i] = fmaxf(this->logit[i], x * args.max_logit.scale);
+        });
+    }
+
+    /* Raises the maxima of the heads to those of the rows. `row`: the lane's first of the tile. Whole warps. */
+    __device__ __forceinline__ void raise_logits(const ServeArgs &args, const Job &job, int row) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float top = this->logit[i];
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            if (threadIdx.x % 4 == 0 && row + 8 * i < job.count)
+                args.max_logit.raise(job.batch, job.at(args, row + 8 * i).head, top);
+        }
+    }
+
+    /* -inf for every key whose bias is that, of those that its row sees. */
+    __device__ static __forceinline__ void hide_biased(Tile &s, const ServeArgs &args, const Job &job,
+                                                       const ServeShared<C> &shared, int row, int key) {
+        const AttentionParams &p = args.call.p;
+        each(s, [&](float &x, int i, int column) {
+            if (x == -INFINITY || row + 8 * i >= job.count) return;
+            const RowPlace at = job.at(args, row + 8 * i);
+            const int64_t element = bias_row(p, job.batch, at.head, at.query) + (key + column) * p.bias.stride[3];
+            const float b = p.bias_dtype == FA_F32 ? static_cast<const float *>(p.bias.data)[element]
+                                                   : to_float(static_cast<const T *>(p.bias.data)[element]);
+            if (b == -INFINITY) x = b;
+        });
     }
 
     /* -inf for every key of another id, of those that are not there yet. */

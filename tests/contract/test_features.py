@@ -7,7 +7,7 @@ import fa_ext
 from bench.problems import cases
 from bench.problems.case import Case
 from fa_ext import _core
-from tests.contract import runner
+from tests.contract import max_logit, runner
 from tests.contract.devices import DEVICES
 from tests.library.support import stub
 
@@ -22,10 +22,11 @@ FEATURES = {
     "ALiBi slopes": dict(alibi="heads"),
     "intervals": dict(intervals="full"),
     "dropout": dict(dropout=(0.1, 1)),
+    "max_logit": {},
 }
 #: The first bit that means nothing yet.
 NEXT_BIT = len(stub.features())
-OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "intervals": cases.WITH_INTERVALS, "dropout": cases.WITH_DROPOUT}
+OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "intervals": cases.WITH_INTERVALS, "dropout": cases.WITH_DROPOUT, "max_logit": max_logit.TAKES}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
     "wgmma_sm90": ("head_dim of v other than q's",),
@@ -63,7 +64,8 @@ def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(b
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_a_kernel_lacks(feature):
     case = Case(**{**dict(batch=1, heads=1, heads_kv=1, seq_q=64, seq_k=64, head_dim=64), **FEATURES[feature]})
-    for kernel, (answer, reason) in answers(case).items():
+    more = {"max_logit": np.zeros(1, np.float32)} if feature == "max_logit" else {}
+    for kernel, (answer, reason) in answers(case, **more).items():
         lacks = feature in LACKS.get(kernel, ())
         if feature in OF_FEW:
             lacks = kernel not in OF_FEW[feature]

@@ -266,6 +266,22 @@ def test_intervals(client, shape):
     assert "intervals has shape" in client.said()
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_max_logit(client, shape):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, rows, 8), np.float32) for heads, rows in ((4, 5), (2, 7), (2, 7)))
+    given = {"q": q, "k": k, "v": v, "layout": "bhsd", "causal": "bottom_right"}
+    found, made = np.full(shape, -np.inf, np.float32), np.full(shape, -np.inf, np.float32)
+    found[..., 1] = made[..., 1] = 100
+    code, out, lse = attend(client, given | {"max_logit": found})
+    assert code == OK, client.said()
+    wanted, wanted_lse = fa_ext.attention(**given, max_logit=made, return_lse=True)
+    assert out.tobytes() == wanted.tobytes() and lse.tobytes() == wanted_lse.tobytes()
+    assert found.tobytes() == made.tobytes() and (found[..., 1] == 100).all() and np.isfinite(found).all()
+    assert attend(client, given | {"max_logit": found[..., :3]})[0] == EVALUE and "max_logit has shape" in client.said()
+    assert attend(client, given | {"max_logit": q[0, :, 0, 0]})[0] == EVALUE and "max_logit overlaps q in memory" in client.said()
+
+
 @pytest.mark.parametrize("dtype", (np.int32, np.int64))
 def test_documents(client, dtype):
     ids = np.array([[3, 3, 1, 1, 1], [1, 1, 3, 2, 2]], dtype)[:, ::-1]

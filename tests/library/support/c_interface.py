@@ -20,7 +20,7 @@ DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5, "i
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions",
            "q_segments", "k_segments")  # fmt: skip
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES, "intervals")
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES, "intervals", "max_logit")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS,
             *(name for name in INDICES if name != "page_table"), "intervals")  # fmt: skip

@@ -13,7 +13,7 @@
 /* ---- calls with arrays that Python made: it holds the results against its own interface ---- */
 
 /* q, k, v, bias, mask, sinks, alibi, out, lse, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table,
- * k_range_begin, k_range_end, positions, q_segments, k_segments, intervals */
+ * k_range_begin, k_range_end, positions, q_segments, k_segments, intervals, max_logit */
 static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int check) {
     fa_ext_forward call;
     memset(&call, 0, sizeof call);
@@ -25,6 +25,7 @@ static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext
     call.cu_seqlens_k = arrays[11], call.seqlens_k = arrays[12], call.page_table = arrays[13];
     call.k_range_begin = arrays[14], call.k_range_end = arrays[15], call.positions = arrays[16];
     call.q_segments = arrays[17], call.k_segments = arrays[18], call.intervals = arrays[19];
+    call.max_logit = arrays[20];
     call.options = options;
     call.check = check;
     return call;
