@@ -14,6 +14,8 @@ class Pattern(NamedTuple):
     #: How many keys before and after its own a query sees; None: all.
     left: int | None
     right: int | None
+    #: The keys of each query, int32 (1, 1, Sq, 2), [begin, end); None: all.
+    intervals: torch.Tensor | None = None
 
     def allowed(self, queries, keys, device):
         """The same as a boolean tensor that broadcasts to (B, 1, Sq, Sk), or None where everything is allowed."""
@@ -21,6 +23,9 @@ class Pattern(NamedTuple):
         if self.left is not None or self.right is not None:
             distance = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
             seen = both(seen, within(distance, self.left, self.right))
+        if self.intervals is not None:
+            at, (begin, end) = torch.arange(keys, device=device), self.intervals.split(1, dim=3)
+            seen = both(seen, (at >= begin) & (at < end))
         return seen
 
     def added_to(self, bias, query, key):
@@ -63,7 +68,7 @@ class Mask(torch.Tensor):
     def __init__(self, anchor, shape, pattern):
         #: An empty tensor that has the mask's dtype and device.
         self.anchor = anchor
-        self.seen = pattern.seen
+        self.seen, self.intervals = pattern.seen, pattern.intervals
         self.fa_ext_pattern = pattern
         self._full = None
 
@@ -86,12 +91,12 @@ class Mask(torch.Tensor):
 
     # A compiler that meets a mask among the arguments of what it compiles takes it apart by these.
     def __tensor_flatten__(self):
-        left, right = self.fa_ext_pattern[1:]
-        return ["anchor"] if self.seen is None else ["anchor", "seen"], (left, right)
+        held = ["anchor", *(name for name in ("seen", "intervals") if getattr(self, name) is not None)]
+        return held, (self.fa_ext_pattern.left, self.fa_ext_pattern.right)
 
     @classmethod
     def __tensor_unflatten__(cls, inner, window, shape, strides):
-        return cls(inner["anchor"], shape, Pattern(inner.get("seen"), *window))
+        return cls(inner["anchor"], shape, Pattern(inner.get("seen"), *window, inner.get("intervals")))
 
 
 def make_mask(
@@ -100,7 +105,8 @@ def make_mask(
 ):  # fmt: skip
     """transformers' mask function: None where eager has none, else a ``Mask``.
 
-    A pattern is a band where it is shown to be one, else the mask of all pairs. In a graph that is being traced the result is
+    A pattern is a band where it is shown to be one, in a static cache the interval of each query, else the mask of all pairs.
+    In a graph that is being traced the result is
     eager's mask itself with the attribute ``fa_ext_pattern``: what nothing reads, the compiler leaves out. There a model must
     not write into it in place, which none of transformers does.
     """
@@ -113,9 +119,9 @@ def make_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **rest,
     )  # fmt: skip
     window = _window(mask_function, local_size)
-    # A static cache has a tensor as its offset, and keys beyond the last query.
+    # A static cache has keys beyond the last query, and a tensor as its offset, which is not read here.
     ends_together = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-    if window == (None, None) or (window is not None and ends_together):
+    if window is not None:
         seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if seen is not None:
             seen = seen[:, None, None, kv_offset : kv_offset + kv_length]
@@ -123,7 +129,10 @@ def make_mask(
                 seen = None
         if seen is None and window == (None, None) and allow_is_bidirectional_skip:
             return None
-        pattern = Pattern(seen, *window)
+        if window == (None, None) or ends_together:
+            pattern = Pattern(seen, *window)
+        else:
+            pattern = Pattern(seen, None, None, _intervals(q_length, kv_length, q_offset - kv_offset, *window, device))
     else:
         pattern = Pattern(sdpa_mask(**arguments, allow_is_causal_skip=False), None, None)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -131,6 +140,14 @@ def make_mask(
         mask.fa_ext_pattern = pattern
         return mask
     return Mask(torch.empty(0, dtype=dtype, device=device), (batch_size, 1, q_length, kv_length), pattern)
+
+
+def _intervals(queries, keys, first, left, right, device):
+    """int32 (1, 1, Sq, 2): the keys of queries of which the first stands at key ``first``, a number or a tensor of one."""
+    at = torch.arange(queries, device=device) + first
+    begin = torch.zeros_like(at) if left is None else (at - left).clamp(min=0)
+    end = torch.full_like(at, keys) if right is None else at + right + 1
+    return torch.stack((begin, end), dim=-1).int()[None, None]
 
 
 def _window(mask_function, size):

@@ -30,14 +30,15 @@ def register_transformers():
 
     After it ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ext")`` and
     ``model.set_attn_implementation("fa_ext")`` run attention in fa_ext, with gradients: grouped heads as they are, causal and
-    sliding windows, softcap (Gemma 2) and sinks (gpt-oss) without a mask in memory. Padding is a mask of a key; static caches
-    and overlays have a mask of all pairs. Calling it again changes nothing.
+    sliding windows, softcap (Gemma 2) and sinks (gpt-oss) without a mask in memory. Padding is a mask of a key, and in a
+    static cache each query has an interval of keys; overlays have a mask of all pairs. Calling it again changes nothing.
 
     The mask alone says who sees whom, as in eager attention: ``module.is_causal`` and ``sliding_window`` are not looked at.
 
     Packed documents see only themselves. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` tell them, or ``seq_idx``, or, in causal
     attention over a batch of 1 without padding, ``position_ids`` that begin again: as transformers' flash implementations have
-    it, with and without a cache. They are packed sequences, without a mask in memory. Only ``seq_idx`` is a mask of all pairs.
+    it, with and without a cache. They are packed sequences, without a mask in memory. Only ``seq_idx`` is a mask of all pairs,
+    and so are positions that begin again under ``use_cache=False``, of which transformers makes a mask itself.
 
     ``output_attentions=True`` raises, since there are no weights to return, and so does every keyword that attention is given
     and does not know. Above a head_dim of 256 transformers' sdpa runs, or with softcap or sinks the model's eager attention; a
@@ -77,10 +78,11 @@ def _attend(
     queries, keys = query.shape[2], key.shape[2]
     pattern, bias = _pattern_and_bias(attention_mask, queries, keys, is_causal)
     documents = documents_of(attention_mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
-    plain = indices is None and position_bias is None and bias is None and pattern.seen is None
+    plain = indices is None and position_bias is None and bias is None and pattern.seen is None and pattern.intervals is None
     sequences = isinstance(documents, Packed) and plain and max(query.shape[3], value.shape[3]) <= 256
     if documents is not None and not sequences:
-        pattern = Pattern(both(pattern.seen, documents.seen(pattern.left, pattern.right)), None, None)
+        seen = both(pattern.seen, documents.seen(pattern.left, pattern.right))
+        pattern = pattern._replace(seen=seen, left=None, right=None)
     if indices is not None:
         chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=query.device).scatter(2, indices.long(), True)
         pattern = pattern._replace(seen=both(pattern.seen, chosen[:, None]))
@@ -103,7 +105,7 @@ def _attend(
     if sequences:
         starts = {"cu_seqlens_q": documents.starts_q, "cu_seqlens_k": documents.starts_k}
         return attention(query[0], key[0], value[0], **starts, **options)[None], None
-    return attention(query, key, value, bias=bias, mask=pattern.seen, layout="bshd", **options), None
+    return attention(query, key, value, bias=bias, mask=pattern.seen, intervals=pattern.intervals, layout="bshd", **options), None
 
 
 def _pattern_and_bias(mask, queries, keys, is_causal):

@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_eager(device, name, padding, masks):
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generates_the_same_tokens(device, name, cache, padding):
+def test_generates_the_same_tokens(device, name, cache, padding, masks):
     eager, ours = models(name, device)
     inputs = {n: x for n, x in batch(padding, device).items() if n != "labels"}
     options = dict(max_new_tokens=12, do_sample=False, use_cache=cache is not None, disable_compile=True)
@@ -100,6 +100,7 @@ def test_generates_the_same_tokens(device, name, cache, padding):
         options["cache_implementation"] = cache
     wanted, got = (model.eval().generate(**inputs, **options) for model in (eager, ours))
     assert torch.equal(got, wanted) and got.shape[1] == 25
+    assert {shape[2] for shape in masks if shape} <= {1}  # none of all pairs
 
 
 def test_packed_sequences(device, masks):
@@ -155,12 +156,33 @@ def test_compiled(device, name):
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_static_cache_in_a_compiled_model(device, name):
+    torch._dynamo.reset()
+    eager, ours = models(name, device)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids, seen = batch("left", device)["input_ids"], batch("left", device)["attention_mask"]
+    found = []
+    for model in (eager, compiled):
+        cache, step = transformers.StaticCache(config=eager.config, max_cache_len=20), []
+        for tokens in (ids, ids[:, 3:4], ids[:, 5:6]):
+            told = torch.cat((seen, seen.new_ones(len(seen), len(step))), dim=1)
+            with torch.no_grad():
+                step.append(model(input_ids=tokens, attention_mask=told, past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(step))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_half_models(device):
     _, ours = models("gpt-oss", device)
     loss = ours.bfloat16()(**batch("left", device)).loss
     loss.backward()
     sinks = ours.model.layers[0].self_attn.sinks
     assert loss.isfinite() and sinks.grad.isfinite().all() and bool(sinks.grad.any())
+
+
+#: Of a mask in which each query has an interval of keys: a static cache's, whose last query does not stand at the last key.
+IN_INTERVALS = "intervals"
 
 
 def mask_arguments():
@@ -176,8 +198,12 @@ def mask_arguments():
         (dict(mask_function=causal, attention_mask=torch.ones_like(padded)), (None, 0)),
         (dict(mask_function=causal, allow_is_causal_skip=False), (None, 0)),
         (dict(mask_function=causal, kv_length=9, q_offset=3), (None, 0)),
-        (dict(mask_function=causal, kv_length=9), None),
-        (dict(mask_function=causal, q_offset=torch.tensor(0)), None),
+        (dict(mask_function=causal, kv_length=9), IN_INTERVALS),
+        (dict(mask_function=causal, q_offset=torch.tensor(0)), IN_INTERVALS),
+        (dict(mask_function=causal, q_offset=torch.tensor(3), kv_length=12, attention_mask=longer), IN_INTERVALS),
+        (dict(mask_function=sliding(3), local_size=3, q_offset=torch.tensor(2), kv_length=9), IN_INTERVALS),
+        (dict(mask_function=sliding(3), local_size=3, q_offset=torch.tensor(6), kv_length=7, kv_offset=4), IN_INTERVALS),
+        (dict(mask_function=around(2), local_size=2, kv_length=9), IN_INTERVALS),
         (dict(mask_function=sliding(3), local_size=3, attention_mask=padded), (2, 0)),
         (dict(mask_function=sliding(3), local_size=4), None),  # not the window that is said
         (dict(mask_function=sliding(3)), None),
@@ -192,7 +218,7 @@ def mask_arguments():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", range(16))
+@pytest.mark.parametrize("case", range(20))
 def test_a_mask_says_what_eagers_holds(device, case, dtype):
     more, window = mask_arguments()[case]
     more = dict(batch_size=2, q_length=6, kv_length=6, device=device, dtype=dtype) | {
@@ -201,7 +227,8 @@ def test_a_mask_says_what_eagers_holds(device, case, dtype):
     mask, wanted = _masks.make_mask(**more), masking_utils.eager_mask(**more)
     pattern = mask.fa_ext_pattern
     assert pattern.seen is None or window is None or pattern.seen.shape == (2, 1, 1, more["kv_length"])
-    assert pattern[1:] == (window or (None, None)) and (window or pattern.seen.shape == wanted.shape)
+    assert (pattern.intervals is None) == (window is not IN_INTERVALS) and (window or pattern.seen.shape == wanted.shape)
+    assert (pattern.left, pattern.right) == ((None, None) if window in (None, IN_INTERVALS) else window)
     allowed = pattern.allowed(*wanted.shape[2:], wanted.device)
     assert torch.equal((wanted == 0) if allowed is None else allowed.expand(wanted.shape), wanted == 0)
     assert isinstance(mask, torch.Tensor) and (mask.shape, mask.dtype, mask.device) == (wanted.shape, dtype, wanted.device)
