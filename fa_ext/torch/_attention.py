@@ -90,7 +90,8 @@ def attention(
     derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
     take memory for every pair of query and key; over sequences they wait for the device. ``torch.func.vmap`` of sequences is a
     call an element. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``, over sequences
-    ``torch.ops.fa_ext.varlen``, with ``return_max_logit`` in any case ``torch.ops.fa_ext.logits``. With ``page_table``, ``out`` or ``max_seqlen_q`` it is ``torch.ops.fa_ext.attention_out``, and autocast
+    ``torch.ops.fa_ext.varlen``; ``return_max_logit`` makes it ``torch.ops.fa_ext.logits``, compiled or not. With ``page_table``,
+    ``out`` or ``max_seqlen_q`` it is ``torch.ops.fa_ext.attention_out``, and autocast
     leaves its arguments as they are, so that no cache is copied.
     """
     through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)

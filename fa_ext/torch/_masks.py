@@ -106,9 +106,8 @@ def make_mask(
     """transformers' mask function: None where eager has none, else a ``Mask``.
 
     A pattern is a band where it is shown to be one, in a static cache the interval of each query, else the mask of all pairs.
-    In a graph that is being traced the result is
-    eager's mask itself with the attribute ``fa_ext_pattern``: what nothing reads, the compiler leaves out. There a model must
-    not write into it in place, which none of transformers does.
+    In a graph that is being traced the result is eager's mask itself with the attribute ``fa_ext_pattern``: what nothing reads,
+    the compiler leaves out. There a model must not write into it in place, which none of transformers does.
     """
     # From the module itself: torch 2.11's compiler takes no import out of `transformers`, whose modules are made on demand.
     from transformers.masking_utils import causal_mask_function, eager_mask, is_tracing, prepare_padding_mask, sdpa_mask
@@ -121,15 +120,16 @@ def make_mask(
     window = _window(mask_function, local_size)
     # A static cache has keys beyond the last query, and a tensor as its offset, which is not read here.
     ends_together = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    is_band = window == (None, None) or ends_together
     if window is not None:
         seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if seen is not None:
             seen = seen[:, None, None, kv_offset : kv_offset + kv_length]
-            if not is_tracing(seen) and bool(seen.all()):
+            if is_band and not is_tracing(seen) and bool(seen.all()):  # a static cache has keys that nobody sees yet
                 seen = None
         if seen is None and window == (None, None) and allow_is_bidirectional_skip:
             return None
-        if window == (None, None) or ends_together:
+        if is_band:
             pattern = Pattern(seen, *window)
         else:
             pattern = Pattern(seen, None, None, _intervals(q_length, kv_length, q_offset - kv_offset, *window, device))

@@ -1,5 +1,5 @@
-"""``torch.ops.fa_ext.attention``, ``.varlen`` over sequences, ``.logits`` of either with max_logit, ``.attention_backward``, ``.varlen_backward`` and ``.draw``: what a
-compiled graph holds.
+"""``torch.ops.fa_ext.attention``, ``.varlen`` over sequences, ``.logits`` of either with max_logit, ``.attention_backward``,
+``.varlen_backward`` and ``.draw``: what a compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
 the names of the gradients as bits, and those that are asked for come back. The state of dropout is what ``draw`` returns,

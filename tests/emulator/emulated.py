@@ -4,6 +4,7 @@ that show one."""
 import contextlib
 
 import fa_ext
+from tests import emulator
 from tests.contract import runner
 
 
@@ -16,6 +17,21 @@ def on_the_cpu(names):
         yield
     finally:
         runner.device_of = device_of
+
+
+@contextlib.contextmanager
+def builds(folder, instances):
+    """get(kernel, tag, **options): the name under which a build of ``instances[kernel]`` is loaded, once for each tag."""
+    loaded = {}
+
+    def get(kernel, tag="right", **options):
+        if (kernel, tag) not in loaded:
+            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", instances=instances[kernel], **options)
+            loaded[kernel, tag] = emulator.load(target, kernel)
+        return loaded[kernel, tag]
+
+    with on_the_cpu(loaded.values):
+        yield get
 
 
 def seeds_that_fail(monkeypatch, run, count=12):

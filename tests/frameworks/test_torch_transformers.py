@@ -236,6 +236,14 @@ def test_a_mask_says_what_eagers_holds(device, case, dtype):
     assert torch.equal(mask + 1, wanted + 1) and mask.fa_ext_pattern is None
 
 
+def test_the_mask_of_a_static_cache_reads_nothing(device, monkeypatch):
+    """A look at the padding or at the offset would wait for a device at every token."""
+    seen, offset = torch.ones(2, 12, dtype=torch.bool, device=device), torch.tensor(3, device=device)
+    for name in ("__bool__", "__int__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a tensor was read"))
+    assert _masks.make_mask(2, 6, 12, q_offset=offset, attention_mask=seen, device=device).fa_ext_pattern.intervals is not None
+
+
 def test_there_is_no_mask_where_eager_has_none(device):
     more = dict(batch_size=2, q_length=6, kv_length=6, mask_function=masking_utils.bidirectional_mask_function, device=device)
     for given in (None, torch.ones(2, 6, dtype=torch.bool, device=device)):

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from tests import emulator
 from tests.contract import max_logit
-from tests.emulator.emulated import on_the_cpu, replaced
+from tests.emulator.emulated import builds, replaced
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -21,16 +20,7 @@ INSTANCES = {"simt": "^serve_f32$", "mma_sm80": "^serve_d64$"}
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """emulated(kernel, tag, **options): the name under which a build of it is loaded, once for each tag."""
-    folder, loaded = tmp_path_factory.mktemp("max_logit"), {}
-
-    def get(kernel, tag="right", **options):
-        if (kernel, tag) not in loaded:
-            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", instances=INSTANCES[kernel], **options)
-            loaded[kernel, tag] = emulator.load(target, kernel)
-        return loaded[kernel, tag]
-
-    with on_the_cpu(loaded.values):
+    with builds(tmp_path_factory.mktemp("max_logit"), INSTANCES) as get:
         yield get
 
 
@@ -71,14 +61,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(emulated, mistake):
     kernel, old, new, name = MISTAKES[mistake]
-    found = []
-
-    def edit(text):
-        found.append(text.count(old))
-        return replaced(old, new)(text)
-
-    wrong = emulated(kernel, mistake, edit=edit)
-    assert sum(found)
+    wrong = emulated(kernel, mistake, edit=replaced(old, new))
     with pytest.raises(AssertionError):
         if name == "negative":
             max_logit.all_negative(wrong)

@@ -10,9 +10,8 @@ import pytest
 
 import fa_ext
 from bench.problems import serving_cases
-from tests import emulator
 from tests.contract import segments
-from tests.emulator.emulated import on_the_cpu, replaced
+from tests.emulator.emulated import builds, replaced
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -27,16 +26,7 @@ SIZES = ((13, 17, 16), (70, 133, 40))
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """emulated(kernel, tag, **options): the name under which a build of it is loaded, once for each tag."""
-    folder, loaded = tmp_path_factory.mktemp("segments"), {}
-
-    def get(kernel, tag="right", **options):
-        if (kernel, tag) not in loaded:
-            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", instances=INSTANCES[kernel], **options)
-            loaded[kernel, tag] = emulator.load(target, kernel)
-        return loaded[kernel, tag]
-
-    with on_the_cpu(loaded.values):
+    with builds(tmp_path_factory.mktemp("segments"), INSTANCES) as get:
         yield get
 
 
